@@ -1,0 +1,1 @@
+"""Generated stubs of proto/banyan/v1; `make stubs` writes them again."""

@@ -1,0 +1,1 @@
+"""Attention over pages: the interface, a plain-torch reference, and Triton kernels."""

@@ -1,0 +1,1 @@
+"""Block identity, KV groups and representations; later the tiers."""

@@ -1,0 +1,1 @@
+"""Load generation and measurement of a live cluster."""

@@ -1,0 +1,1 @@
+"""Picks the replica for every request, relays its tokens as text, knows every replica's cache."""

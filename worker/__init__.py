@@ -1,0 +1,1 @@
+"""One replica: scheduler, radix cache, block pool, models, sampler, and the service around them."""

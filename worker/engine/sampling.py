@@ -1,0 +1,38 @@
+"""SamplingParams: how one request chooses its tokens. Values only; the drawing is in sampler.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Defaults mean off. temperature 0 is greedy (ties: the lowest id). OpenAI's terms.
+
+    `logprobs` None = none; k >= 0 = the chosen token's and the k most likely. `max_tokens` > 0 is
+    resolved against the context before it gets here.
+    """
+
+    seed: int
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    n: int = 1
+    logprobs: int | None = None
+
+    @property
+    def needs_history(self) -> bool:
+        """True if a penalty looks at earlier tokens."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )

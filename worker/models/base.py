@@ -1,0 +1,61 @@
+"""The model contract: what the engine knows of a model, which owns its pools' bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kvstore.groups import KVGroup, Representation
+from worker.engine.plan import StepPlan
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What a model is, apart from its weights."""
+
+    name: str
+    fingerprint: str  # hash of configuration and tensors: part of the key root
+    vocab_tokens: int
+    context_tokens: int
+    eos_token_ids: tuple[int, ...]
+    block_tokens: int
+    groups: tuple[KVGroup, ...]
+    representation: Representation
+    numeric_class: str  # replicas of one class give the same tokens
+
+
+class Model(Protocol):
+    """A decoder over paged KV."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Constant."""
+        ...
+
+    def allocate(self, blocks: tuple[int, ...]) -> None:
+        """Make one pool per group (uint8[blocks[g], block_bytes] on every rank); once, before use.
+
+        Raises OutOfBlocks if the memory is not there.
+        """
+        ...
+
+    def execute(self, plan: StepPlan) -> torch.Tensor:
+        """Run the copies, write the step's KV into the plan's slots, return float32 logits.
+
+        Shape [len(plan.samples), vocab]: row i belongs to plan.samples[i]; valid until the next call.
+        """
+        ...
+
+    def read_block(self, group: int, block: int, rank: int = 0) -> bytes:
+        """The block's bytes as they lie in the pool."""
+        ...
+
+    def write_block(self, group: int, block: int, data: bytes, rank: int = 0) -> None:
+        """Overwrite a block's bytes; len(data) == block_bytes."""
+        ...
+
+    def poison(self, group: int, blocks: list[int]) -> None:
+        """Fill freed blocks with what must never be read (NaN or a canary). Tests only."""
+        ...
