@@ -44,7 +44,7 @@ class Model(Protocol):
     def execute(self, plan: StepPlan) -> torch.Tensor:
         """Run the copies, write the step's KV into the plan's slots, return float32 logits.
 
-        Shape [len(plan.samples), vocab]: row i belongs to plan.samples[i]; valid until the next call.
+        Shape [len(plan.samples), vocab]: row i belongs to plan.samples[i], until the next call.
         """
         ...
 

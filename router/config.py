@@ -1,0 +1,28 @@
+"""What one router is told at start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """One router. Addresses are host:port; port 0 means any free one.
+
+    `listen` is for clients, `internal` for replicas. `api_keys` maps key -> tenant; empty means one
+    tenant, "default", without keys. `ready_file` gets {"listen": ..., "internal": ..., "pid": ...}
+    as JSON once both listen.
+    """
+
+    router: str
+    secret_file: str
+    listen: str = "127.0.0.1:0"
+    internal: str = "127.0.0.1:0"
+    ready_file: str = ""
+    api_keys: dict[str, str] = field(default_factory=dict)
+    heartbeat_ms: int = 500
+    lease_ms: int = 5000
+    streams_max: int = 4096
+    queue_wait_s_max: float = 30.0  # how long a request may wait for any replica to appear
+    credit_tokens: int = 256
+    decisions_kept: int = 4096

@@ -1,0 +1,53 @@
+"""What one replica is told at start: plain values, so that Ray or a test can pass them on."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvstore.groups import DEFAULT_BLOCK_TOKENS
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Limits of the engine. `blocks` per KV group; None fields are derived from the model."""
+
+    blocks: tuple[int, ...]
+    step_tokens_max: int = 512  # token budget of one step, decode first
+    running_max: int = 64  # sequences with blocks at the same time
+    waiting_max: int = 1024  # requests queued; more are Overloaded
+    cache: bool = True  # keep finished requests' blocks for others
+    poison_freed: bool = False  # tests: fill freed blocks with what must never be read
+
+
+@dataclass(frozen=True)
+class ReplicaConfig:
+    """One replica. Addresses are host:port; port 0 means any free one.
+
+    `model` is a local folder, or fake:SHAPE for tests (worker/models/fake.py). `secret_file` holds
+    the cluster secret (hex, mode 0600). `pool_gib` is KV memory over all groups; None = what the
+    device has left after the weights, at most 1 GiB on CPU.
+    """
+
+    replica: str
+    model: str
+    served_name: str
+    routers: tuple[str, ...]  # internal addresses, or DNS names that resolve to all routers
+    secret_file: str
+    listen: str = "127.0.0.1:0"
+    advertise: str = ""  # what routers dial, if not what is listened on
+    device: str = "auto"  # auto | cpu | cuda
+    dtype: str = "auto"  # auto = the checkpoint's; bf16 | fp16 | fp32
+    threads: int = 0  # 0 = all cores
+    block_tokens: int = DEFAULT_BLOCK_TOKENS
+    pool_gib: float | None = None
+    context_tokens: int = 0  # 0 = the model's
+    step_tokens_max: int = 512
+    running_max: int = 64
+    waiting_max: int = 1024
+    cache: bool = True
+    cache_domain: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `ReplicaConfig(**d)` on the other side."""
+        return asdict(self)
