@@ -6,6 +6,7 @@ so a recorded proof is worth nothing in another session.
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 
 from seams.errors import Unauthenticated
@@ -38,6 +39,11 @@ def matches(expected: bytes | str, given: bytes | str) -> bool:
     """Compare in constant time."""
     as_bytes = [v.encode() if isinstance(v, str) else v for v in (expected, given)]
     return hmac.compare_digest(as_bytes[0], as_bytes[1])
+
+
+def token_digest(packed_ids: bytes, prompt_tokens: int) -> bytes:
+    """What a ticket seals of its tokens: `packed_ids` is kvstore.keys.tokens_u32le of them all."""
+    return hashlib.sha256(packed_ids + prompt_tokens.to_bytes(4, "little")).digest()
 
 
 def seal(secret: bytes, body: bytes) -> bytes:
