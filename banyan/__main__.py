@@ -1,0 +1,5 @@
+"""`python -m banyan`: the command line."""
+
+from banyan.cli import main
+
+main()

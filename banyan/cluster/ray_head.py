@@ -1,0 +1,90 @@
+"""One Ray head of our own: lean, on loopback, with its own token; it knows nothing of replicas.
+
+Ray's data never passes here: the head places, watches and restarts the replicas' processes.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import banyan
+from banyan.cluster import processes
+from banyan.cluster.processes import Process
+from banyan.cluster.spec import cores
+from banyan.cluster.state import RayRecord
+from seams.errors import LaunchError
+
+OBJECT_STORE_BYTES = 80 * 1024 * 1024
+START_S_MAX = 60.0
+
+SETTINGS = {
+    "RAY_AUTH_MODE": "token",
+    # Off, the name notwithstanding, means that the head may bind to loopback on Linux too.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "86400",  # replicas outlive a dead head
+    "RAY_health_check_initial_delay_ms": "0",
+    "RAY_health_check_period_ms": "300",
+    "RAY_health_check_timeout_ms": "500",
+    "RAY_health_check_failure_threshold": "10",
+    "RAY_enable_worker_prestart": "0",  # idle Python workers nobody asked for
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_enable_metrics_collection": "0",
+}
+
+
+def environment(token: str, *, own: bool) -> dict[str, str]:
+    """The variables of every process that belongs to the Ray cluster with this token.
+
+    `own` is False for a cluster that was joined: its settings are not ours to choose.
+    """
+    env = dict(os.environ)
+    roots = [str(Path(banyan.__file__).parent.parent), env.get("PYTHONPATH", "")]
+    env["PYTHONPATH"] = os.pathsep.join(part for part in roots if part)
+    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN_PATH"):
+        env.pop(name, None)
+    if own:
+        env |= SETTINGS
+    if token:
+        env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    return env
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start_head(logs: Path, namespace: str) -> tuple[Process, RayRecord]:
+    """Begin starting a head; returns at once. Its address is known when `wait_head` returns."""
+    token = secrets.token_hex(32)
+    temp_dir = tempfile.mkdtemp(prefix="banyan-", dir="/tmp")  # short: it holds unix sockets
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
+    command += ["--port=0", "--node-ip-address=127.0.0.1", f"--temp-dir={temp_dir}"]
+    command += [f"--num-cpus={cores()}", f"--object-store-memory={OBJECT_STORE_BYTES}"]
+    command += ["--include-dashboard=false", "--include-log-monitor=false", "--no-monitor"]
+    command += ["--disable-usage-stats", f"--ray-client-server-port={_free_port()}"]
+    process = processes.start("ray", command, logs / "ray.log", environment(token, own=True))
+    return process, RayRecord("", namespace, token, temp_dir, process)
+
+
+def wait_head(record: RayRecord) -> str:
+    """The head's address once it answers. Raises LaunchError."""
+    assert record.head is not None
+    where = Path(record.temp_dir) / "ray_current_cluster"
+    deadline = time.monotonic() + START_S_MAX
+    while time.monotonic() < deadline:
+        log = Path(record.head.log).read_text(errors="replace")
+        if "Ray runtime started" in log and where.is_file():
+            return where.read_text().strip()
+        if not record.head.alive():
+            reason = processes.last_line(record.head.log)
+            raise LaunchError(f"Ray did not start: {reason or 'it said nothing'}")
+        time.sleep(0.05)
+    raise LaunchError(f"Ray did not start within {START_S_MAX:.0f} s.")

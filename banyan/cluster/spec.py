@@ -1,0 +1,95 @@
+"""What `banyan up` is asked for, checked before anything starts. It knows no process."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from seams.errors import LaunchError
+
+DEFAULT_LISTEN = "127.0.0.1:7600"
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """One cluster to start. `listen` is the first router's; further ones take the next ports, or
+    any free one for port 0. `ray_address` joins a running Ray cluster instead of starting one."""
+
+    model: str
+    name: str = "default"
+    replicas: int = 1
+    routers: int = 1
+    listen: str = DEFAULT_LISTEN
+    device: str = "auto"
+    dtype: str = "auto"
+    pool_gib: float | None = None
+    context_tokens: int = 0
+    ray_address: str = ""
+    timeout_s: float = 300.0
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """HOST:PORT, taken apart. Raises LaunchError."""
+    host, colon, port = address.rpartition(":")
+    if not (colon and host and port.isdecimal() and int(port) < 65536):
+        raise LaunchError(f"{address} is no HOST:PORT.")
+    return host.strip("[]"), int(port)
+
+
+def router_addresses(spec: ClusterSpec) -> list[str]:
+    """Where each router will listen. Raises LaunchError if a fixed port is not free."""
+    host, port = split_address(spec.listen)
+    addresses = [f"{host}:{port + i if port else 0}" for i in range(spec.routers)]
+    for address in addresses:
+        _check_free(address)
+    return addresses
+
+
+def _check_free(address: str) -> None:
+    host, port = split_address(address)
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+    except OSError as error:
+        reason = "is in use already" if error.errno == 98 else "is not an address of this machine"
+        raise LaunchError(f"Cannot listen on {address}: it {reason}.") from error
+
+
+def cores() -> int:
+    """The cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def gpus() -> int:
+    """NVIDIA devices on this machine, counted without loading torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    return count if visible is None else min(count, len([v for v in visible.split(",") if v]))
+
+
+def check(spec: ClusterSpec) -> None:
+    """Raise LaunchError for what cannot work, before anything is started."""
+    if not 1 <= spec.replicas <= 256:
+        raise LaunchError("--replicas must be from 1 to 256.")
+    if not 1 <= spec.routers <= 16:
+        raise LaunchError("--routers must be from 1 to 16.")
+    if spec.device not in ("auto", "cpu", "cuda"):
+        raise LaunchError("--device must be auto, cpu or cuda.")
+    if spec.dtype not in ("auto", "bf16", "fp16", "fp32"):
+        raise LaunchError("--dtype must be auto, bf16, fp16 or fp32.")
+    if spec.pool_gib is not None and spec.pool_gib <= 0:
+        raise LaunchError("--pool-gib must be more than 0.")
+    if uses_gpu(spec) and not spec.ray_address and spec.replicas > gpus():
+        raise LaunchError(
+            f"{spec.replicas} replicas need a GPU each and this machine has {gpus()}: "
+            "ask for fewer, or for --device cpu."
+        )
+
+
+def uses_gpu(spec: ClusterSpec) -> bool:
+    """True if replicas get one GPU each."""
+    return spec.device == "cuda" or (spec.device == "auto" and gpus() > 0)

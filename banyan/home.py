@@ -1,0 +1,40 @@
+"""Where Banyan keeps what outlives a command: models and cluster states. It knows no contents."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def home() -> Path:
+    """$BANYAN_HOME, or ~/.cache/banyan. Created by nobody until something is stored."""
+    given = os.environ.get("BANYAN_HOME")
+    return Path(given).expanduser() if given else Path.home() / ".cache" / "banyan"
+
+
+def private_folder(path: Path) -> Path:
+    """Create `path` (and its parents) readable by this user alone. Raises OSError."""
+    path.mkdir(parents=True, exist_ok=True)
+    path.chmod(0o700)
+    return path
+
+
+def write_private(path: Path, text: str) -> None:
+    """Replace a file's content atomically; mode 0600 from its first byte on. Raises OSError."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "w") as file:
+        file.write(text)
+    fresh.replace(path)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock file `path` (created if missing); waits for whoever holds it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
