@@ -47,6 +47,10 @@ def tenant_salt(cluster_secret: bytes, tenant: str) -> bytes:
     return hmac.new(cluster_secret, _framed(b"banyan/salt/1", tenant.encode()), "sha256").digest()
 
 
+_NOTHING_MORE = _framed(b"", b"")  # no salt and no extra: almost every block
+_sha256 = hashlib.sha256
+
+
 @dataclass(frozen=True)
 class ChainSpec:
     """What, besides tokens, decides the keys of a chain.
@@ -94,13 +98,15 @@ def extend(
     data = tokens_u32le(token_ids[first * size : total * size])
     previous: bytes = keys[-1] if keys else spec.root
     salted_at, extra, width = spec.first_private_block, spec.extra, 4 * size
-    sha256, new = hashlib.sha256, []
+    new: list[BlockKey] = []
     for index in range(first, total):
         start = (index - first) * width
-        more = extra.get(index, b"") if extra else b""
-        salt = spec.salt if index == salted_at else b""
-        framed = previous + data[start : start + width] + _framed(salt, more)
-        previous = sha256(framed).digest()[:KEY_BYTES]
+        framed = _NOTHING_MORE
+        if index == salted_at or extra:
+            salt = spec.salt if index == salted_at else b""
+            framed = _framed(salt, extra.get(index, b"") if extra else b"")
+        block = previous + data[start : start + width] + framed
+        previous = _sha256(block).digest()[:KEY_BYTES]
         new.append(BlockKey(previous))
     return new
 
