@@ -1,0 +1,99 @@
+"""The fingerprint of a model: a hash of all that decides its keys and values; knows no device.
+
+SHA-256 over the parsed configuration and every tensor (name, dtype, shape, bytes), framed by
+length, in the order of names, so that sharding and file names do not matter. The tensors' part is
+remembered in the user's cache folder per (path, size, modification time) of every file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from worker.models.config import ModelConfig
+from worker.models.weights import Checkpoint, Progress
+
+FORMAT = "banyan-model-1"
+
+
+def model_fingerprint(
+    checkpoint: Checkpoint, config: ModelConfig, progress: Progress | None = None
+) -> str:
+    """64 hexadecimal digits. Reads all tensors unless the same files were hashed before."""
+    remembered = _Remembered(checkpoint)
+    tensors = remembered.load()
+    if tensors is None:
+        tensors = tensors_digest(checkpoint, progress)
+        remembered.store(tensors)
+    # The end tokens decide when to stop, never what a key or value is.
+    fields = {k: v for k, v in asdict(config).items() if k != "eos_token_ids"}
+    canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    return _framed_digest(FORMAT, canonical, tensors)
+
+
+def tensors_digest(checkpoint: Checkpoint, progress: Progress | None = None) -> str:
+    """SHA-256 over all tensors, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    total, done = checkpoint.bytes_total, 0
+    for name in checkpoint.names:
+        tensor = checkpoint.tensor(name).contiguous()
+        head = json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode()
+        size = tensor.numel() * tensor.element_size()
+        digest.update(len(head).to_bytes(8, "little") + head + size.to_bytes(8, "little"))
+        if size:
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        done += size
+        if progress is not None:
+            progress(done, total)
+    return digest.hexdigest()
+
+
+def _framed_digest(*fields: str) -> str:
+    digest = hashlib.sha256()
+    for field in fields:
+        digest.update(len(field.encode()).to_bytes(8, "little") + field.encode())
+    return digest.hexdigest()
+
+
+class _Remembered:
+    """One small file per model folder. Anything wrong with it means that it is computed anew."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        home = Path(os.environ.get("BANYAN_HOME") or "~/.cache/banyan").expanduser()
+        files = [path.resolve() for path in checkpoint.files]
+        stats = [path.stat() for path in files]
+        self._key = [
+            [str(path), stat.st_size, stat.st_mtime_ns]
+            for path, stat in zip(files, stats, strict=True)
+        ]
+        name = _framed_digest(FORMAT, *(str(path) for path in files))[:32]
+        self._path = home / "fingerprints" / f"{name}.json"
+
+    def load(self) -> str | None:
+        try:
+            document = json.loads(self._path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return None
+        if not isinstance(document, dict) or document.get("files") != self._key:
+            return None
+        tensors = document.get("tensors")
+        return tensors if isinstance(tensors, str) and len(tensors) == 64 else None
+
+    def store(self, tensors: str) -> None:
+        """Atomically, so that a reader sees a whole file or none; a read-only place is no error."""
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            handle, name = tempfile.mkstemp(dir=self._path.parent)
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    json.dump({"files": self._key, "tensors": tensors}, file)
+                Path(name).replace(self._path)
+            except OSError:
+                Path(name).unlink(missing_ok=True)
