@@ -42,7 +42,7 @@ def _requests(count: int, seed: int) -> Iterator[EngineRequest]:
 
 
 def measure(count: int = 64, seed: int = 1, blocks: int | None = None) -> Waste:
-    """Run `count` requests in `blocks` (default: a quarter of what contiguous reservation takes)."""
+    """Run `count` requests in `blocks` (default: 1/4 of contiguous reservation)."""
     model = fake_model("full", context_tokens=LENGTH_MAX, vocab_tokens=256)
     size = model.spec.block_tokens
     reserved = LENGTH_MAX // size  # blocks that contiguous reservation takes per request
