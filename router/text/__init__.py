@@ -1,0 +1,1 @@
+"""Text on the router: template, tokenizer, incremental detokenizer, stop strings. No model here."""
