@@ -94,7 +94,9 @@ def _refuse_second(name: str) -> None:
     if record is None:
         return
     if any(process.alive() for process in record.processes()):
-        raise LaunchError(f"Cluster {name} is running already: `banyan down --name {name}` ends it.")
+        raise LaunchError(
+            f"Cluster {name} is running already: `banyan down --name {name}` ends it."
+        )
     stop.clear(record)  # what a crash or a reboot left
 
 

@@ -23,8 +23,13 @@ def _silent(stage: str) -> None:
     """No report wanted."""
 
 
-def down(name: str, *, drain: bool = True, everything: bool = False,
-         report: Callable[[str], None] = _silent) -> bool:  # fmt: skip
+def down(
+    name: str,
+    *,
+    drain: bool = True,
+    everything: bool = False,
+    report: Callable[[str], None] = _silent,
+) -> bool:
     """Stop cluster `name`; False if there was none. Safe to repeat.
 
     `drain` lets running requests finish first (at most 20 s). `everything` removes its secret and

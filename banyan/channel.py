@@ -1,0 +1,56 @@
+"""How clients reach gRPC servers: channel options, metadata, and statuses turned into errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import grpc
+
+from seams.errors import BanyanError, NoReplica, from_status
+from seams.limits import MESSAGE_BYTES_MAX
+
+OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.enable_retries", 0),  # retries are ours: only we know what has arrived
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.enable_http_proxy", 0),
+]
+RETRY_AFTER_KEY = "retry-after-ms"
+
+Metadata = tuple[tuple[str, str], ...]
+
+
+def metadata(api_key: str | None) -> Metadata:
+    """What every call carries."""
+    return (("authorization", f"Bearer {api_key}"),) if api_key else ()
+
+
+def addresses(given: str | Sequence[str]) -> list[str]:
+    """One or several router addresses, as a list. A comma separates in text."""
+    listed = given.split(",") if isinstance(given, str) else list(given)
+    found = [address.strip() for address in listed if address.strip()]
+    if not found:
+        raise NoReplica("No router address was given.")
+    return found
+
+
+def to_error(error: grpc.RpcError) -> BanyanError:
+    """The typed error of a failed call, sync or async."""
+    known: Any = error  # both kinds have code(), details() and trailing_metadata()
+    code, details = known.code(), known.details() or ""
+    trailing: Iterable[tuple[str, Any]] = known.trailing_metadata() or ()
+    retry_ms = next((value for key, value in trailing if key == RETRY_AFTER_KEY), None)
+    retry_after_s = float(retry_ms) / 1000 if retry_ms is not None else None
+    if code is grpc.StatusCode.UNAVAILABLE and _is_transport(details):
+        return NoReplica("The router cannot be reached.", retry_after_s=retry_after_s)
+    number = code.value[0] if code is not None else grpc.StatusCode.INTERNAL.value[0]
+    return from_status(number, details or "The call failed.", retry_after_s)
+
+
+def _is_transport(details: str) -> bool:
+    """True if gRPC itself wrote the text, which would show addresses and jargon."""
+    signs = ("connect", "Socket closed", "recvmsg", "sendmsg", "GOAWAY", "handshake", "keepalive")
+    return any(sign.lower() in details.lower() for sign in signs)

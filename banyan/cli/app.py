@@ -1,0 +1,206 @@
+"""The commands, their options, and how every error becomes one sentence and an exit code."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from seams.errors import BanyanError
+
+app = typer.Typer(
+    help="Banyan: a distributed, cache-aware serving cluster for large language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+model_app = typer.Typer(help="Get models onto this machine.", no_args_is_help=True)
+app.add_typer(model_app, name="model")
+
+Name = Annotated[str, typer.Option(help="Which cluster.", envvar="BANYAN_CLUSTER")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables and text.")]
+Address = Annotated[
+    str, typer.Option(help="HOST:PORT of routers, comma between; default: the cluster's own.")
+]
+ApiKey = Annotated[str, typer.Option(help="API key.", envvar="BANYAN_API_KEY", show_default=False)]
+MaxTokens = Annotated[int, typer.Option(help="Tokens to generate; 0 = to the context's end.")]
+Temperature = Annotated[float, typer.Option(help="0 = greedy.")]
+TimeoutS = Annotated[float, typer.Option(help="Seconds for the whole call; 0 = no limit.")]
+
+
+@app.command()
+def up(
+    model: Annotated[str, typer.Option(help="demo, a folder, or a Hugging Face id.")] = "demo",
+    replicas: Annotated[int, typer.Option(help="How many replicas.")] = 1,
+    routers: Annotated[int, typer.Option(help="How many routers.")] = 1,
+    listen: Annotated[
+        str, typer.Option(help="HOST:PORT of the first router; the others take the next ports.")
+    ] = "127.0.0.1:7600",
+    name: Name = "default",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, bf16, fp16 or fp32.")] = "auto",
+    pool_gib: Annotated[float, typer.Option(help="KV memory per replica; 0 = automatic.")] = 0.0,
+    context_tokens: Annotated[int, typer.Option(help="0 = the model's.")] = 0,
+    ray_address: Annotated[
+        str, typer.Option(help="Join this Ray cluster (its token in RAY_AUTH_TOKEN).")
+    ] = "",
+    timeout_s: Annotated[float, typer.Option(help="Give up after this many seconds.")] = 300.0,
+    json_output: Json = False,
+) -> None:
+    """Start a cluster and wait until every replica is ready at every router."""
+    from banyan.cli import clusters
+    from banyan.cluster.spec import ClusterSpec
+
+    spec = ClusterSpec(
+        model=model, name=name, replicas=replicas, routers=routers, listen=listen, device=device,
+        dtype=dtype, pool_gib=pool_gib or None, context_tokens=context_tokens,
+        ray_address=ray_address, timeout_s=timeout_s,
+    )  # fmt: skip
+    clusters.up(spec, json_output=json_output)
+
+
+@app.command()
+def down(
+    name: Name = "default",
+    now: Annotated[bool, typer.Option("--now", help="Do not let running requests end.")] = False,
+    json_output: Json = False,
+) -> None:
+    """Stop a cluster: drain it, end its processes, check that none is left. Safe to repeat."""
+    from banyan.cli import clusters
+
+    clusters.down(name, drain=not now, json_output=json_output)
+
+
+@app.command()
+def status(name: Name = "default", json_output: Json = False) -> None:
+    """Replicas and routers of a cluster, from any shell."""
+    from banyan.cli import clusters
+
+    clusters.status(name, json_output=json_output)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads standard input.")],
+    chat: Annotated[bool, typer.Option("--chat", help="Send it as a user's message.")] = False,
+    system: Annotated[str, typer.Option(help="System message; implies --chat.")] = "",
+    model: Annotated[str, typer.Option(help="Default: the only one served.")] = "",
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = 0.0,
+    top_p: Annotated[float, typer.Option(help="0 or 1 = off.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="0 = off.")] = 0,
+    seed: Annotated[int, typer.Option(help="-1 = the router picks one.")] = -1,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
+    session: Annotated[str, typer.Option(help="Opaque label for soft affinity.")] = "",
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Do not use the cache.")] = False,
+    direct: Annotated[bool, typer.Option("--direct", help="Stream from the replica.")] = False,
+    timeout_s: TimeoutS = 0.0,
+    name: Name = "default",
+    address: Address = "",
+    api_key: ApiKey = "",
+    json_output: Json = False,
+) -> None:
+    """Generate once and stream the text."""
+    from banyan.cli import talk
+
+    options: dict[str, Any] = {
+        "model": model, "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p,
+        "top_k": top_k, "stop": stop or [], "session": session, "no_cache": no_cache,
+    }  # fmt: skip
+    if seed >= 0:
+        options["seed"] = seed
+    text = sys.stdin.read() if prompt == "-" else prompt
+    asked = talk.messages(system, text) if chat or system else text
+    target = talk.Target(name, address, api_key, timeout_s)
+    talk.generate(target, asked, options, direct=direct, json_output=json_output)
+
+
+@app.command()
+def chat(
+    system: Annotated[str, typer.Option(help="System message.")] = "",
+    model: Annotated[str, typer.Option(help="Default: the only one served.")] = "",
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
+    timeout_s: TimeoutS = 0.0,
+    name: Name = "default",
+    address: Address = "",
+    api_key: ApiKey = "",
+    json_output: Json = False,
+) -> None:
+    """Talk to the model, turn by turn; an empty line or end of input leaves."""
+    from banyan.cli import talk
+
+    options: dict[str, Any] = {
+        "model": model, "max_tokens": max_tokens, "temperature": temperature,
+    }  # fmt: skip
+    talk.chat(
+        talk.Target(name, address, api_key, timeout_s), system, options, json_output=json_output
+    )
+
+
+@app.command()
+def explain(
+    request_id: Annotated[str, typer.Argument(help="A request id, or nothing with --prompt.")] = "",
+    prompt: Annotated[str, typer.Option(help="What would be decided for this prompt now.")] = "",
+    model: Annotated[str, typer.Option(help="Default: the only one served.")] = "",
+    name: Name = "default",
+    address: Address = "",
+    api_key: ApiKey = "",
+    json_output: Json = False,
+) -> None:
+    """Why a request went where it went: tokens held, and every replica's cost by term."""
+    from banyan.cli import talk
+
+    target = talk.Target(name, address, api_key, 30.0)
+    talk.explain(target, request_id, prompt, model, json_output=json_output)
+
+
+@app.command()
+def demo(
+    json_file: Annotated[str, typer.Option("--json", help="Write the figures to this file.")] = "",
+    users: Annotated[int, typer.Option(help="How many users talk at once.")] = 4,
+    max_tokens: Annotated[int, typer.Option(help="Per answer.")] = 40,
+) -> None:
+    """Two replicas, a real model, several users with one system prompt: what caching saves."""
+    from banyan import demo as the_demo
+
+    the_demo.run(json_file, users=users, max_tokens=max_tokens)
+
+
+@model_app.command("fetch")
+def model_fetch(
+    model: Annotated[str, typer.Argument(help="demo, or a Hugging Face id.")] = "demo",
+    json_output: Json = False,
+) -> None:
+    """Download and convert a model; instant if it is there already."""
+    from banyan.cli import output
+    from banyan.models import resolve_model
+
+    with output.stages(quiet=json_output) as report:
+        folder = resolve_model(model, report)
+    if json_output:
+        output.print_json({"model": model, "folder": folder})
+    else:
+        output.console.print(f"{model} is in {folder}")
+
+
+def _interrupted(number: int, frame: Any) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def run() -> None:
+    """Run the command line; every BanyanError is one sentence and exit code 1."""
+    signal.signal(signal.SIGTERM, _interrupted)
+    try:
+        app(standalone_mode=True)
+    except BanyanError as error:
+        if "--json" in sys.argv and "demo" not in sys.argv:
+            print(json.dumps({"error": error.message, "status": error.status.name}))
+        print(f"error: {error.message}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

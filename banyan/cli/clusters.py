@@ -1,0 +1,116 @@
+"""`banyan up | down | status`: the launcher, shown."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+
+from banyan.cli import output
+from banyan.client import Client
+from banyan.cluster import launch, state, stop
+from banyan.cluster.spec import ClusterSpec
+from banyan.cluster.state import ClusterRecord, RouterRecord
+from banyan.v1 import api_pb2
+from seams.errors import BanyanError
+
+
+def up(spec: ClusterSpec, *, json_output: bool) -> None:
+    """Start a cluster, showing what it waits for."""
+    began = time.monotonic()
+    with output.stages(quiet=json_output) as report:
+        record = launch.up(spec, report)
+    took_s = time.monotonic() - began
+    if json_output:
+        output.print_json(_public(record) | {"took_s": took_s})
+        return
+    where = ", ".join(record.addresses)
+    count = len(record.replicas)
+    output.console.print(
+        f"Cluster [bold]{record.name}[/bold] serves {record.served_name} with {count} "
+        f"replica{'s' if count > 1 else ''} at {where} (up in {took_s:.1f} s)."
+    )
+    suffix = "" if record.name == state.DEFAULT_NAME else f" --name {record.name}"
+    output.console.print(f"Talk to it: banyan chat{suffix}   Stop it: banyan down{suffix}")
+
+
+def down(name: str, *, drain: bool, json_output: bool) -> None:
+    """Stop a cluster."""
+    if json_output:
+        output.print_json({"name": name, "stopped": stop.down(name, drain=drain)})
+        return
+    with output.errors.status("stopping") as spinner:
+        stopped = stop.down(name, drain=drain, report=spinner.update)
+    text = f"Cluster {name} is down; nothing of it is left running."
+    output.console.print(text if stopped else f"No cluster {name} is running.")
+
+
+def _public(record: ClusterRecord) -> dict[str, Any]:
+    """The record without the Ray token."""
+    fields = asdict(record)
+    if fields["ray"]:
+        del fields["ray"]["token"]
+    return fields
+
+
+def status(name: str, *, json_output: bool) -> None:
+    """Show what every router says."""
+    record = state.running(name)
+    seen = {router.name: _ask(router) for router in record.routers}
+    if json_output:
+        routers = {
+            name: None
+            if found is None
+            else MessageToDict(
+                found, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+            )
+            for name, found in seen.items()
+        }
+        output.print_json(_public(record) | {"seen": routers})
+        return
+    output.table(
+        f"cluster {name}: {record.served_name}, {record.phase}",
+        ["router", "address", "state", ">replicas", ">indexed blocks", ">open streams"],
+        [_router_row(router, seen[router.name]) for router in record.routers],
+    )
+    best = max((s for s in seen.values() if s), key=lambda s: len(s.replicas), default=None)
+    found = {r.replica: r for r in best.replicas} if best else {}
+    columns = ["replica", ">epoch", "state", ">running", ">waiting", ">blocks", ">free"]
+    columns += [">cached", ">prompt tokens", ">from cache"]
+    rows = [_replica_row(replica, found.get(replica)) for replica in record.replicas]
+    output.table("", columns, rows)
+
+
+def _ask(router: RouterRecord) -> api_pb2.ClusterStateResponse | None:
+    try:
+        with Client(router.listen, timeout_s=2.0) as client:
+            return client.cluster_state()
+    except BanyanError:
+        return None
+
+
+def _router_row(router: RouterRecord, seen: api_pb2.ClusterStateResponse | None) -> list[Any]:
+    if seen is None:
+        return [router.name, router.listen, "[red]gone[/red]", "", "", ""]
+    counts = [len(seen.replicas), seen.index_blocks, seen.streams_open]
+    return [router.name, router.listen, f"up {seen.uptime_s:.0f} s", *counts]
+
+
+def _replica_row(name: str, seen: api_pb2.ReplicaState | None) -> list[Any]:
+    if seen is None:
+        return [name, "", "[red]gone[/red]", "", "", "", "", "", "", ""]
+    colour = "green" if seen.state == "ready" else "yellow"
+    return [
+        name,
+        seen.epoch,
+        f"[{colour}]{seen.state}[/{colour}]",
+        seen.running,
+        seen.waiting,
+        seen.blocks_total,
+        seen.blocks_free,
+        seen.blocks_cached,
+        seen.prompt_tokens,
+        f"{seen.hit_share:.0%}",
+    ]

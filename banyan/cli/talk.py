@@ -1,0 +1,141 @@
+"""`banyan generate | chat | explain`: the client, shown."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from banyan.cli import output
+from banyan.client import Client
+from banyan.cluster import state
+from banyan.events import ChoiceFinished, Collector, Completion, Decision, Delta
+from banyan.wire import Prompt
+
+
+@dataclass(frozen=True)
+class Target:
+    """Which cluster to talk to: addresses, or the name of one started here."""
+
+    name: str
+    address: str
+    api_key: str
+    timeout_s: float
+
+    def client(self) -> Client:
+        """A client for it. Raises LaunchError if no such cluster runs."""
+        addresses = self.address or state.running(self.name).addresses
+        return Client(addresses, self.api_key or None, self.timeout_s or None)
+
+
+def messages(system: str, user: str) -> list[dict[str, str]]:
+    """A chat's first turn."""
+    start = [{"role": "system", "content": system}] if system else []
+    return [*start, {"role": "user", "content": user}]
+
+
+def _stream(
+    client: Client, prompt: Prompt, options: dict[str, Any], *, direct: bool, show: bool
+) -> tuple[Completion, float]:
+    """The whole answer and its time to first token; prints the text as it comes if `show`."""
+    began, first_s = time.monotonic(), 0.0
+    with client.generate(prompt, direct=direct, **options) as stream:
+        collector = Collector(stream.progress.choices)
+        for event in stream:
+            collector.add(event)
+            if isinstance(event, Delta) and not first_s:
+                first_s = time.monotonic() - began
+            if show and isinstance(event, Delta | ChoiceFinished):
+                sys.stdout.write(event.text)
+                sys.stdout.flush()
+    if show:
+        sys.stdout.write("\n")
+    return collector.completion(), first_s
+
+
+def _summary(answer: Completion, first_s: float) -> str:
+    usage = answer.usage
+    return (
+        f"[dim]{answer.replica}: {usage.prompt_tokens} prompt tokens, {usage.cached_tokens} cached,"
+        f" {usage.computed_tokens} computed, {usage.completion_tokens} generated,"
+        f" first after {first_s * 1000:.0f} ms · {answer.started.request_id}[/dim]"
+    )
+
+
+def _as_json(answer: Completion, first_s: float) -> dict[str, Any]:
+    return {
+        "request_id": answer.started.request_id,
+        "model": answer.started.model,
+        "replica": answer.replica,
+        "seed": answer.started.seed,
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+        "finish_reason": answer.finish_reason.name.lower(),
+        "usage": asdict(answer.usage),
+        "ttft_s": first_s,
+        "decision": asdict(answer.decision) if answer.decision else None,
+    }
+
+
+def generate(
+    target: Target, prompt: Prompt, options: dict[str, Any], *, direct: bool, json_output: bool
+) -> None:
+    """One answer."""
+    with target.client() as client:
+        answer, first_s = _stream(client, prompt, options, direct=direct, show=not json_output)
+    if json_output:
+        output.print_json(_as_json(answer, first_s))
+    else:
+        output.errors.print(_summary(answer, first_s))
+
+
+def chat(target: Target, system: str, options: dict[str, Any], *, json_output: bool) -> None:
+    """Turn by turn; with JSON, one line per turn."""
+    history = [{"role": "system", "content": system}] if system else []
+    with target.client() as client:
+        while True:
+            try:
+                said = input("" if json_output or not sys.stdin.isatty() else "you> ").strip()
+            except EOFError:
+                return
+            if not said:
+                return
+            history.append({"role": "user", "content": said})
+            answer, first_s = _stream(client, history, options, direct=False, show=not json_output)
+            history.append({"role": "assistant", "content": answer.text})
+            if json_output:
+                print(json.dumps(_as_json(answer, first_s)), flush=True)
+            else:
+                output.errors.print(_summary(answer, first_s))
+
+
+def explain(target: Target, request_id: str, prompt: str, model: str, *, json_output: bool) -> None:
+    """One decision."""
+    with target.client() as client:
+        decision = (
+            client.explain(request_id) if request_id else client.explain(prompt=prompt, model=model)
+        )
+    if json_output:
+        output.print_json(asdict(decision))
+        return
+    _show_decision(decision)
+
+
+def _show_decision(decision: Decision) -> None:
+    delivered = decision.delivered_tokens
+    told = "not reported yet" if delivered is None else str(delivered)
+    output.console.print(f"{decision.replica}: {decision.reason}")
+    output.console.print(
+        f"of {decision.prompt_tokens} prompt tokens the best holder has "
+        f"{decision.available_tokens}, the picked one {decision.chosen_tokens}; reused: {told}"
+    )
+    names = list(dict.fromkeys(name for c in decision.candidates for name, _ in c.terms))
+    rows = [
+        [c.replica, c.matched_tokens, *(f"{dict(c.terms).get(n, 0.0) * 1e3:.2f}" for n in names),
+         f"{c.total_s * 1e3:.2f}"]
+        for c in decision.candidates
+    ]  # fmt: skip
+    titles = [f">{name} ms" for name in names]
+    output.table("", ["replica", ">held", *titles, ">total ms"], rows)
