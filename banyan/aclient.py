@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import grpc
 
 from banyan import wire
-from banyan.channel import OPTIONS, metadata, to_error
+from banyan.channel import OPTIONS, banyan_stub, metadata, replica_stub, to_error
 from banyan.events import ChoiceFinished, Collector, Completion, Decision, Delta, Event
 from banyan.progress import Progress, Retries
 from banyan.routers import Deadline, RouterList
-from banyan.v1 import api_pb2, api_pb2_grpc, internal_pb2_grpc
+from banyan.v1 import api_pb2
 from banyan.wire import Options, Prompt
 from seams.errors import BanyanError, Cancelled, InternalError
 
@@ -60,7 +61,7 @@ class AsyncClient:
         """Close all connections; open streams end as Cancelled. Safe to repeat."""
         channels, self._channels = list(self._channels.values()), {}
         for channel in channels:
-            await channel.close()
+            await channel.close(None)
 
     def generate(
         self,
@@ -136,7 +137,7 @@ class AsyncClient:
         deadline, retries = Deadline(self.timeout_s), Retries()
         while True:
             address = self.routers.current
-            call = getattr(api_pb2_grpc.BanyanStub(self.channel(address)), method)
+            call = getattr(banyan_stub(self.channel(address)), method)
             try:
                 return await call(request, metadata=self.metadata, timeout=deadline.left())
             except grpc.RpcError as error:
@@ -188,7 +189,7 @@ class AsyncStream:
         self._closed = True
         if self._call is not None:
             self._call.cancel()
-        if not self._events.ag_running:
+        with suppress(RuntimeError):  # the consumer is inside it and sees the cancellation
             await self._events.aclose()
 
     async def text(self) -> AsyncIterator[str]:
@@ -208,7 +209,7 @@ class AsyncStream:
         while not self.progress.finished:
             address = self._client.routers.current
             try:
-                stub = api_pb2_grpc.BanyanStub(self._client.channel(address))
+                stub = banyan_stub(self._client.channel(address))
                 attempt = self._attempt_direct if self._direct else self._attempt_routed
                 async for event in attempt(stub):
                     for seen in self.progress.accept(event):
@@ -249,7 +250,7 @@ class AsyncStream:
         model = await self._client.text_model(pick.model, stub, deadline)
         stream = direct.DirectStream(request, pick, model)
         yield stream.started(request.label)
-        replica = internal_pb2_grpc.ReplicaStub(self._client.channel(pick.address))
+        replica = replica_stub(self._client.channel(pick.address))
         async for frame in self._open(replica.Stream, stream.request, ()):
             for event in stream.feed(frame):
                 yield event

@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 
+from banyan.v1 import api_pb2_grpc, internal_pb2_grpc
 from seams.errors import BanyanError, NoReplica, from_status
 from seams.limits import MESSAGE_BYTES_MAX
 
@@ -21,6 +22,18 @@ OPTIONS: list[tuple[str, Any]] = [
 RETRY_AFTER_KEY = "retry-after-ms"
 
 Metadata = tuple[tuple[str, str], ...]
+
+
+def banyan_stub(channel: Any) -> Any:
+    """The router's service over a sync or async channel."""
+    stub: Any = api_pb2_grpc.BanyanStub  # the generated code is untyped
+    return stub(channel)
+
+
+def replica_stub(channel: Any) -> Any:
+    """A replica's service over a sync or async channel."""
+    stub: Any = internal_pb2_grpc.ReplicaStub
+    return stub(channel)
 
 
 def metadata(api_key: str | None) -> Metadata:

@@ -16,11 +16,11 @@ import grpc
 
 from banyan import wire
 from banyan.aclient import AsyncClient as AsyncClient
-from banyan.channel import OPTIONS, metadata, to_error
+from banyan.channel import OPTIONS, banyan_stub, metadata, replica_stub, to_error
 from banyan.events import ChoiceFinished, Collector, Completion, Decision, Delta, Event
 from banyan.progress import Progress, Retries
 from banyan.routers import Deadline, RouterList
-from banyan.v1 import api_pb2, api_pb2_grpc, internal_pb2_grpc
+from banyan.v1 import api_pb2
 from banyan.wire import Options, Prompt
 from seams.errors import BanyanError, Cancelled, InternalError
 
@@ -123,9 +123,7 @@ class Client:
                 self._channels[address] = grpc.insecure_channel(address, options=OPTIONS)
             return self._channels[address]
 
-    def text_model(
-        self, name: str, stub: api_pb2_grpc.BanyanStub, deadline: Deadline
-    ) -> TextModel | None:
+    def text_model(self, name: str, stub: Any, deadline: Deadline) -> TextModel | None:
         """The tokenizer of a served model, fetched once; None for one that has no text."""
         from banyan import direct
 
@@ -144,7 +142,7 @@ class Client:
         deadline, retries = Deadline(self.timeout_s), Retries()
         while True:
             address = self.routers.current
-            call = getattr(api_pb2_grpc.BanyanStub(self.channel(address)), method)
+            call = getattr(banyan_stub(self.channel(address)), method)
             try:
                 return call(request, metadata=self.metadata, timeout=deadline.left())
             except grpc.RpcError as error:
@@ -211,7 +209,7 @@ class Stream:
             address = self._client.routers.current
             try:
                 attempt = self._attempt_direct if self._direct else self._attempt_routed
-                for event in attempt(api_pb2_grpc.BanyanStub(self._client.channel(address))):
+                for event in attempt(banyan_stub(self._client.channel(address))):
                     yield from self.progress.accept(event)
                 if not self.progress.finished:
                     raise InternalError("The stream ended without its terminal event.")
@@ -246,7 +244,7 @@ class Stream:
         model = self._client.text_model(pick.model, stub, deadline)
         stream = direct.DirectStream(request, pick, model)
         yield stream.started(request.label)
-        replica = internal_pb2_grpc.ReplicaStub(self._client.channel(pick.address))
+        replica = replica_stub(self._client.channel(pick.address))
         for frame in self._open(replica.Stream, stream.request, ()):
             yield from stream.feed(frame)
 

@@ -30,7 +30,7 @@ class Retries:
         self.count += 1
         if error.status != StatusCode.UNAVAILABLE or self.count >= ATTEMPTS_MAX:
             raise error
-        backoff_s = min(BACKOFF_S * 2 ** (self.count - 1), BACKOFF_S_MAX)
+        backoff_s = min(BACKOFF_S * 2.0 ** (self.count - 1), BACKOFF_S_MAX)
         return max(backoff_s, error.retry_after_s or 0.0)
 
 

@@ -165,9 +165,9 @@ def demo(
     max_tokens: Annotated[int, typer.Option(help="Per answer.")] = 40,
 ) -> None:
     """Two replicas, a real model, several users with one system prompt: what caching saves."""
-    from banyan import demo as the_demo
+    from banyan.demo import run as run_demo
 
-    the_demo.run(json_file, users=users, max_tokens=max_tokens)
+    run_demo(json_file, users=users, max_tokens=max_tokens)
 
 
 @model_app.command("fetch")

@@ -1,0 +1,249 @@
+"""`banyan demo`: a real model on two replicas, users who share a system prompt, with and without
+the cache. It verifies what it shows and leaves nothing running."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+from rich.live import Live
+from rich.table import Table
+
+from banyan.channel import banyan_stub
+from banyan.cli import output
+from banyan.client import Client
+from banyan.cluster import launch, stop
+from banyan.cluster.spec import ClusterSpec
+from banyan.demo_texts import SYSTEM, USERS
+from banyan.events import ChoiceFinished, Collector, Completion, Delta
+from banyan.routers import Deadline
+from seams.bench import Report, Row, median
+from seams.errors import InternalError, InvalidRequest
+
+if TYPE_CHECKING:
+    from router.text.model import TextModel
+
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request of the demo and its answer."""
+
+    user: str
+    turn: int
+    messages: Messages
+    answer: Completion
+    ttft_s: float
+    shareable: int = 0  # tokens that an earlier request of this user left in a cache
+
+
+class Screen:
+    """The answers as they stream, one row per user; safe under threads."""
+
+    def __init__(self, title: str, users: list[str]) -> None:
+        self._title = title
+        self._lock = threading.Lock()
+        self._texts = dict.fromkeys(users, "")
+        self.live = Live(self._draw(), console=output.console, refresh_per_second=8)
+
+    def _draw(self) -> Table:
+        table = Table(title=self._title, title_justify="left", show_header=False, box=None)
+        for user, text in self._texts.items():
+            table.add_row(f"[bold]{user}[/bold]", text.strip().replace("[", r"\["))
+        return table
+
+    def write(self, user: str, text: str) -> None:
+        """Add to a user's answer."""
+        with self._lock:
+            self._texts[user] += text
+            self.live.update(self._draw())
+
+
+class Demo:
+    """The conversation of all users with one cluster."""
+
+    def __init__(self, client: Client, users: int, max_tokens: int) -> None:
+        self._client = client
+        self._users = USERS[:users]
+        self._max_tokens = max_tokens
+        self.first_token_at: float | None = None
+
+    def ask(self, user: str, turn: int, messages: Messages, screen: Screen | None) -> Asked:
+        """One request, streamed; without a screen it also goes without the cache."""
+        began, first_s = time.monotonic(), 0.0
+        collector = Collector(1)
+        options = {"max_tokens": self._max_tokens, "session": user, "no_cache": screen is None}
+        for event in self._client.generate(messages, **options):  # type: ignore[arg-type]
+            collector.add(event)
+            if isinstance(event, Delta | ChoiceFinished):
+                first_s = first_s or time.monotonic() - began
+                if self.first_token_at is None:
+                    self.first_token_at = time.time()
+                if screen is not None:
+                    screen.write(user, event.text)
+        return Asked(user, turn, messages, collector.completion(), first_s)
+
+    def turn(self, number: int, before: dict[str, Asked]) -> list[Asked]:
+        """All users' next turn: the very first one alone, so that it has something to share."""
+        prompts = {user[0]: self._next(user, number, before) for user in self._users}
+        names = list(prompts)
+        screen = Screen(f"turn {number}", names)
+        alone = 1 if number == 1 else 0
+        with screen.live, ThreadPoolExecutor(len(names)) as pool:
+            asked = [self.ask(name, number, prompts[name], screen) for name in names[:alone]]
+            asked += pool.map(
+                lambda name: self.ask(name, number, prompts[name], screen), names[alone:]
+            )
+        return asked
+
+    def _next(self, user: tuple[str, str, str], number: int, before: dict[str, Asked]) -> Messages:
+        said = {"role": "user", "content": user[number]}
+        earlier = before.get(user[0])
+        if earlier is None:
+            return [{"role": "system", "content": SYSTEM}, said]
+        answered = {"role": "assistant", "content": earlier.answer.text}
+        return [*earlier.messages, answered, said]
+
+    def again_uncached(self, asked: list[Asked]) -> list[Asked]:
+        """The same prompts at the same pace, neither read from nor fed into any cache."""
+        found: list[Asked] = []
+        for number in (1, 2):
+            same = [a for a in asked if a.turn == number]
+            alone = 1 if number == 1 else 0
+            found += [self._uncached(a) for a in same[:alone]]
+            with ThreadPoolExecutor(len(same)) as pool:
+                found += pool.map(
+                    lambda a: self.ask(a.user, a.turn, a.messages, None), same[alone:]
+                )
+        return found
+
+    def _uncached(self, asked: Asked) -> Asked:
+        return self.ask(asked.user, asked.turn, asked.messages, None)
+
+
+def _shareable(model: TextModel, first: Asked, second: Asked) -> int:
+    """How much of the second prompt the first request left behind: their common prefix, without
+    the last generated token (never fed to the model) and without the prompt's own last one."""
+
+    def encode(messages: Messages) -> list[int]:
+        return model.encode_chat([(m["role"], m["content"]) for m in messages])
+
+    left = [*encode(first.messages), *first.answer.token_ids][:-1]
+    prompt = encode(second.messages)
+    pairs = zip(left, prompt, strict=False)
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return min(same, len(prompt) - 1)
+
+
+def _text_model(client: Client) -> TextModel:
+    name = client.list_models()[0].name
+    stub = banyan_stub(client.channel(client.routers.current))
+    model = client.text_model(name, stub, Deadline(30.0))
+    assert model is not None
+    return model
+
+
+def run(json_file: str, *, users: int, max_tokens: int) -> None:
+    """The whole demo. Raises BanyanError; then too the cluster is gone."""
+    if not 1 <= users <= len(USERS):
+        raise InvalidRequest(f"--users must be from 1 to {len(USERS)}.")
+    spec = ClusterSpec("demo", name=f"demo-{os.getpid()}", replicas=2, listen="127.0.0.1:0")
+    try:
+        with output.stages(quiet=False) as report:
+            record = launch.up(spec, report)
+        with Client(record.addresses, timeout_s=300.0) as client:
+            demo = Demo(client, users, max_tokens)
+            asked = demo.turn(1, {})
+            started_s = (demo.first_token_at or 0.0) - psutil.Process().create_time()
+            asked += demo.turn(2, {a.user: a for a in asked})
+            with output.console.status("the same prompts without the cache"):
+                uncached = demo.again_uncached(asked)
+            model = _text_model(client)
+            asked[users:] = [
+                replace(second, shareable=_shareable(model, first, second))
+                for first, second in zip(asked[:users], asked[users:], strict=True)
+            ]
+    finally:
+        stop.down(spec.name, drain=False, everything=True)
+    _show(asked, uncached)
+    report_rows = _report(asked, uncached, started_s)
+    if json_file:
+        report_rows.write(Path(json_file))
+    output.console.print(f"start-up to first token: {started_s:.1f} s")
+    _verify(asked)
+
+
+def _show(asked: list[Asked], uncached: list[Asked]) -> None:
+    rows = []
+    for one, other in zip(asked, uncached, strict=True):
+        usage = one.answer.usage
+        saved = usage.cached_tokens / usage.prompt_tokens
+        rows.append([
+            one.user, one.turn, one.answer.replica, usage.prompt_tokens, usage.cached_tokens,
+            one.shareable or "", usage.computed_tokens,
+            f"{one.ttft_s * 1e3:.0f} ms", other.answer.usage.computed_tokens,
+            f"{other.ttft_s * 1e3:.0f} ms", f"{saved:.0%}",
+        ])  # fmt: skip
+    columns = ["user", ">turn", "replica", ">prompt", ">cached", ">shareable", ">computed"]
+    columns += [">TTFT", ">no cache: computed", ">TTFT", ">saved"]
+    output.table("tokens of each prompt, with the cache and without", columns, rows)
+
+
+def _computed(asked: list[Asked]) -> int:
+    return sum(a.answer.usage.computed_tokens for a in asked)
+
+
+def _report(asked: list[Asked], uncached: list[Asked], started_s: float) -> Report:
+    report = Report()
+    report.add(Row("demo.start_to_first_token", started_s, "s", 1))
+    for turn in (1, 2):
+        with_cache = [a.ttft_s for a in asked if a.turn == turn]
+        without = [a.ttft_s for a in uncached if a.turn == turn]
+        report.add(
+            Row(f"demo.ttft_turn_{turn}", median(with_cache), "s", len(with_cache),
+                "no_cache", median(without))
+        )  # fmt: skip
+    report.add(
+        Row("demo.computed_tokens", _computed(asked), "tokens", len(asked),
+            "no_cache", _computed(uncached))
+    )  # fmt: skip
+    same = sum(
+        a.answer.token_ids == b.answer.token_ids for a, b in zip(asked, uncached, strict=True)
+    )
+    report.add(Row("demo.same_answers", same, "answers", len(asked), "all", len(asked)))
+    total, base = _computed(asked), _computed(uncached)
+    first, second = report.rows[1], report.rows[2]
+    output.console.print(
+        f"computed {total} prompt tokens instead of {base} ({1 - total / base:.0%} saved); median "
+        f"TTFT turn 1: {first.value:.2f} s instead of {first.against_value:.2f} s, turn 2: "
+        f"{second.value:.2f} s instead of {second.against_value:.2f} s; "
+        f"{same} of {len(asked)} answers identical"
+    )
+    return report
+
+
+def _verify(asked: list[Asked]) -> None:
+    """Raise InternalError if the counts do not add up or a second turn was recomputed."""
+    for one in asked:
+        usage = one.answer.usage
+        if usage.cached_tokens + usage.computed_tokens != usage.prompt_tokens:
+            raise InternalError("Cached and computed tokens do not add up to the prompt's.")
+    second = [a for a in asked if a.turn == 2]
+    short = [a for a in second if a.answer.usage.cached_tokens < a.shareable]
+    output.console.print(
+        "second turns sent to a replica that holds them, with everything shareable cached: "
+        f"[bold]{len(second) - len(short)} of {len(second)}[/bold]"
+    )
+    for one in short:
+        decision = one.answer.decision
+        if decision is None or decision.chosen_tokens >= decision.available_tokens:
+            raise InternalError("A second turn recomputed what its replica held.")
+        output.console.print(f"  {one.user}: {decision.reason}")
