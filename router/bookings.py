@@ -1,0 +1,99 @@
+"""Requests that were placed and have not ended: what each promised work adds to its replica's load.
+
+It knows what was booked and what the replica last reported; not how a replica is chosen. A report
+counts everybody's requests, the router's own too, so what other routers sent is what the report
+says beyond the own bookings of that moment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from banyan.v1 import common_pb2, internal_pb2
+
+
+@dataclass
+class Booking:
+    """One placed request."""
+
+    request_id: str
+    replica: str
+    epoch: int
+    model: str
+    placed_s: float
+    prefill_tokens: int  # to compute before its first token
+    queued_s: float  # predicted wait before its own prefill
+    blocks: int  # it will need beyond those it shares
+    choices: int
+    decision: common_pb2.Decision
+    report: int = 0  # how many reports its replica had sent when it was placed
+
+
+@dataclass
+class Workload:
+    """What one (replica, epoch) has to do, as this router sees it."""
+
+    bookings: dict[str, Booking] = field(default_factory=dict)
+    prefilling: dict[str, Booking] = field(default_factory=dict)  # before the first token, in order
+    prefill_tokens: int = 0  # of those
+    sequences: int = 0  # choices of all bookings
+    decoding: int = 0  # choices of bookings past their first token
+    fresh_blocks: int = 0  # of bookings placed after the last report
+    head_started_s: float = 0.0  # since when the first in `prefilling` is being computed
+    foreign_sequences: int = 0
+    foreign_tokens: int = 0
+    reported: internal_pb2.Load = field(default_factory=internal_pb2.Load)
+    reports: int = 0
+
+    def add(self, booking: Booking) -> None:
+        """Take on a request that was just placed."""
+        if not self.prefilling:
+            self.head_started_s = booking.placed_s
+        booking.report = self.reports
+        self.bookings[booking.request_id] = self.prefilling[booking.request_id] = booking
+        self.prefill_tokens += booking.prefill_tokens
+        self.sequences += booking.choices
+        self.fresh_blocks += booking.blocks
+
+    def end_prefill(self, booking: Booking, now_s: float) -> None:
+        """Its first token is out, or it ended before. Safe to repeat."""
+        if self.prefilling.pop(booking.request_id, None) is not None:
+            self.prefill_tokens -= booking.prefill_tokens
+            self.decoding += booking.choices
+            self.head_started_s = now_s
+
+    def remove(self, booking: Booking, now_s: float) -> None:
+        """The request ended."""
+        self.end_prefill(booking, now_s)
+        del self.bookings[booking.request_id]
+        self.sequences -= booking.choices
+        self.decoding -= booking.choices
+        if booking.report == self.reports:
+            self.fresh_blocks -= booking.blocks
+
+    def report(self, load: internal_pb2.Load) -> None:
+        """The replica's own figures arrived; bookings so far are in them."""
+        self.foreign_sequences = max(0, load.running + load.waiting - self.sequences)
+        self.foreign_tokens = max(0, load.queued_prefill_tokens - self.prefill_tokens)
+        self.fresh_blocks = 0
+        self.reported = load
+        self.reports += 1
+
+    def queued_s(self, seconds_per_token: float, now_s: float) -> float:
+        """Prefill still to be computed before a new request's; the first in line is under way."""
+        queued = (self.prefill_tokens + self.foreign_tokens) * seconds_per_token
+        if not self.prefilling:
+            return queued
+        head = next(iter(self.prefilling.values()))
+        done = min(now_s - self.head_started_s, head.prefill_tokens * seconds_per_token)
+        return queued - max(0.0, done)
+
+    def check_integrity(self) -> None:
+        """Assert that the sums agree with the bookings."""
+        everything = self.bookings.values()
+        assert self.prefilling.items() <= self.bookings.items()
+        assert self.prefill_tokens == sum(b.prefill_tokens for b in self.prefilling.values())
+        assert self.sequences == sum(b.choices for b in everything)
+        early = sum(b.choices for b in self.prefilling.values())
+        assert self.decoding == self.sequences - early
+        assert self.fresh_blocks == sum(b.blocks for b in everything if b.report == self.reports)
