@@ -15,7 +15,7 @@ class EngineClient(Protocol):
     """Every call returns at once and may come from any thread; answers arrive through OnStep.
 
     Each submitted request gets exactly one emission with `last`, whatever happens to it: refusals
-    (too long, never fits) arrive there too, as its `error`.
+    (too long, never fits) arrive there too, as its `error`. Only `submit` may raise.
     """
 
     def start(self, on_step: OnStep) -> None:
@@ -23,7 +23,8 @@ class EngineClient(Protocol):
         ...
 
     def submit(self, request: EngineRequest) -> None:
-        """Queue a request."""
+        """Queue a request. Raises InvalidRequest, without harm to it, if a live one has its id;
+        Cancelled after `stop`."""
         ...
 
     def cancel(self, request_id: str) -> None:

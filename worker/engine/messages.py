@@ -95,7 +95,8 @@ class CacheOp:
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """A snapshot for heartbeats. Blocks are of group 0; times are smoothed, 0 = not measured."""
+    """A snapshot for heartbeats. Blocks are of group 0; times are smoothed, 0 = not measured.
+    `blocks_cached` are those eviction could free. `stalled`: the engine's loop failed for good."""
 
     running: int = 0
     waiting: int = 0
@@ -108,6 +109,7 @@ class EngineLoad:
     prefill_s_per_token: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    stalled: bool = False
 
 
 @dataclass(frozen=True)

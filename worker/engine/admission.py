@@ -1,0 +1,58 @@
+"""How much memory the running sequences will need at their worst moment: integers only.
+
+LightLLM's rule (Gong et al., "Past-Future Scheduler", ASPLOS 2025): sort what runs by the tokens
+still to come, most first; when the i-th ends, the first i have all grown by as much as it had left.
+Lengths to come are predicted from the lengths of outputs that ended lately.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Demand:
+    """One sequence: blocks it occupies alone once its tokens are computed, and tokens to come."""
+
+    blocks: int
+    left: int
+
+
+def predicted_peak(demands: Iterable[Demand], block_tokens: int) -> int:
+    """Most blocks the demands occupy together at any time. O(n log n); an upper bound by at most
+    one block each, since a sequence's last block may have room."""
+    peak = occupied = 0
+    for count, demand in enumerate(sorted(demands, key=lambda d: -d.left), 1):
+        occupied += demand.blocks
+        peak = max(peak, occupied + count * -(-demand.left // block_tokens))
+    return peak
+
+
+class LengthHistory:
+    """Lengths of the last outputs that ended by themselves."""
+
+    def __init__(self, kept: int = 128, trusted_from: int = 16, quantile: float = 0.9) -> None:
+        self._recent: deque[int] = deque()
+        self._sorted: list[int] = []
+        self._kept, self._trusted_from, self._quantile = kept, trusted_from, quantile
+
+    def record(self, generated: int) -> None:
+        """An output ended after so many tokens."""
+        if len(self._recent) == self._kept:
+            oldest = self._recent.popleft()
+            del self._sorted[bisect_right(self._sorted, oldest) - 1]
+        self._recent.append(generated)
+        insort(self._sorted, generated)
+
+    def predict_left(self, generated: int, left_max: int) -> int:
+        """Tokens an output with `generated` behind it will still have, at most `left_max`: the
+        quantile of the lengths that got that far; the maximum while too few are known."""
+        at = bisect_right(self._sorted, generated)
+        longer = len(self._sorted) - at
+        if len(self._sorted) < self._trusted_from or longer == 0:
+            return left_max
+        length = self._sorted[at + int(self._quantile * (longer - 1))]
+        return min(left_max, length - generated)

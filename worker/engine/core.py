@@ -1,0 +1,384 @@
+"""EngineCore: requests in, one step at a time, tokens out. Synchronous; knows no thread, no text.
+
+The scheduler says what to compute, the model computes, the sampler draws; here tokens are appended,
+choices fork and end, and every request gets exactly one last emission.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+
+import torch
+
+from kvstore.keys import ChainSpec, root
+from seams.clock import Clock
+from seams.errors import (
+    BanyanError,
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    OutOfBlocks,
+    Overloaded,
+)
+from worker.config import EngineConfig
+from worker.engine.block_pool import BlockPool
+from worker.engine.messages import (
+    CacheOp,
+    Emission,
+    EngineLoad,
+    EngineRequest,
+    Finish,
+    Logprobs,
+    RequestUsage,
+    StepOutput,
+)
+from worker.engine.paging import PagedMemory
+from worker.engine.plan import SampleRow
+from worker.engine.radix import RadixCache
+from worker.engine.request import Request, Sequence, State, finish_reason, validate
+from worker.engine.sampler import Sampled, sample
+from worker.engine.scheduler import Scheduled, Scheduler
+from worker.engine.timing import StepTimes
+from worker.models.base import Model
+
+Sampler = Callable[[torch.Tensor, Seq[SampleRow], Seq[int]], list[Sampled]]
+
+_log = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """One model, its pools and everything that runs on them. Not thread-safe.
+
+    Allocates the model's pools (OutOfBlocks). Calls other than `step` take effect at once; what
+    they have to say is part of the next StepOutput.
+    """
+
+    def __init__(
+        self, model: Model, config: EngineConfig, clock: Clock, sampler: Sampler = sample
+    ) -> None:
+        spec = model.spec
+        assert len(config.blocks) == len(spec.groups)
+        model.allocate(config.blocks)
+        on_free = model.poison if config.poison_freed else None
+        pools = [BlockPool(g, n, on_free) for g, n in zip(spec.groups, config.blocks, strict=True)]
+        cache = RadixCache(pools, spec.block_tokens) if config.cache else None
+        self.memory = PagedMemory(pools, cache, spec.block_tokens)
+        self.scheduler = Scheduler(self.memory, config)
+        self.clock = clock
+        self._model, self._config, self._sampler = model, config, sampler
+        self._root = root(spec.fingerprint, "", spec.block_tokens)
+        self._requests: dict[str, Request] = {}
+        self._deadlines: list[tuple[float, int, str]] = []
+        self._outbox: list[Emission] = []
+        self._times = StepTimes()
+        self._arrivals = 0
+        self._sequences = 0
+        self._steps = 0
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
+
+    # --- between steps -----------------------------------------------------------------------
+
+    def submit(self, spec: EngineRequest) -> None:
+        """Queue a request; a refusal is its one emission.
+
+        Raises InvalidRequest, and harms nobody, if a live request has this id.
+        """
+        if spec.request_id in self._requests:
+            raise InvalidRequest("A request with this id is already being served.")
+        try:
+            self._check_admissible(spec)
+        except BanyanError as error:
+            self._refuse(spec, error)
+            return
+        self._arrivals += 1
+        request = Request(
+            spec=spec,
+            arrival=self._arrivals,
+            chain=ChainSpec(self._root, self.memory.block_tokens, spec.salt, spec.private_from),
+            credit=spec.credit_tokens,
+            cacheable=self._config.cache and not spec.no_cache,
+        )
+        self._requests[spec.request_id] = request
+        self.scheduler.waiting.join(spec.tenant)
+        if spec.deadline_s is not None:
+            heapq.heappush(self._deadlines, (spec.deadline_s, request.arrival, spec.request_id))
+        sequence = self._new_sequence(request, 0, list(spec.token_ids))
+        self.scheduler.enter(sequence)
+        if sequence.generated and (finish := self._finish_reason(sequence)) is not None:
+            self._end_choice(sequence, finish, ())
+
+    def cancel(self, request_id: str) -> None:
+        """End a request in any state; what it computed stays cached. Unknown ids are ignored."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._end(request, Finish.CANCELLED, Cancelled("The request was cancelled."))
+
+    def grant(self, request_id: str, tokens: int) -> None:
+        """Allow every choice `tokens` more tokens. Unknown ids are ignored."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.credit += tokens
+            self.scheduler.granted(request)
+
+    def has_work(self) -> bool:
+        """Whether `step` would do anything now."""
+        due = self.next_deadline_s()
+        expired = due is not None and due <= self.clock.now()
+        return bool(self._outbox) or expired or self.scheduler.can_step()
+
+    def next_deadline_s(self) -> float | None:
+        """The earliest deadline, on the clock, of any live request."""
+        while self._deadlines:
+            deadline_s, arrival, request_id = self._deadlines[0]
+            request = self._requests.get(request_id)
+            if request is not None and request.arrival == arrival:
+                return deadline_s
+            heapq.heappop(self._deadlines)
+        return None
+
+    def load(self) -> EngineLoad:
+        """Counts for heartbeats."""
+        scheduler, pool = self.scheduler, self.memory.pools[0]
+        prefilling = sum(s.pending for s in scheduler.running if s.pending > 1)
+        parked = sum(s.pending for s in scheduler.parked.values())
+        return EngineLoad(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting) + len(scheduler.parked),
+            blocks_total=pool.total,
+            blocks_free=pool.free,
+            blocks_cached=self.memory.available(0) - pool.free,
+            queued_prefill_tokens=scheduler.waiting.tokens + parked + prefilling,
+            steps=self._steps,
+            step_s=self._times.step_s,
+            prefill_s_per_token=self._times.prefill_s_per_token,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+        )
+
+    def snapshot(self) -> tuple[CacheOp, ...]:
+        """STORED ops of all cached full blocks, parents first. Ops of the next StepOutput may
+        repeat what is in it; applying them again changes nothing."""
+        return tuple(self.memory.cache.snapshot()) if self.memory.cache else ()
+
+    # --- one step ----------------------------------------------------------------------------
+
+    def step(self) -> StepOutput | None:
+        """Expire, schedule, compute, draw, emit. None if there was nothing to do.
+
+        A failure of the model or the sampler ends the requests of this step, no others.
+        """
+        self._expire()
+        scheduled = self.scheduler.plan()
+        for sequence in self.scheduler.take_stuck():
+            error = OutOfBlocks("The request needs more memory than the replica has.")
+            self._end(sequence.request, Finish.ERROR, error)
+        if scheduled is not None:
+            self._execute(scheduled)
+        elif not self._outbox:
+            return None
+        emissions, self._outbox = tuple(self._outbox), []
+        ops = tuple(self.memory.cache.take_ops()) if self.memory.cache else ()
+        return StepOutput(self._steps, emissions, ops, self.load())
+
+    def _expire(self) -> None:
+        now = self.clock.now()
+        while (deadline_s := self.next_deadline_s()) is not None and deadline_s <= now:
+            request = self._requests[heapq.heappop(self._deadlines)[2]]
+            error = DeadlineExceeded("The request's deadline has passed.")
+            self._end(request, Finish.ERROR, error)
+
+    def _execute(self, scheduled: Scheduled) -> None:
+        self._steps += 1
+        started = self.clock.now()
+        plan = scheduled.plan
+        try:
+            logits = self._model.execute(plan)
+            drawn = self._sampler(logits, plan.samples, self._model.spec.eos_token_ids)
+        except Exception:
+            _log.exception("step %d failed; its requests end", plan.step)
+            self._fail(sequence.request for sequence, _ in scheduled.rows)
+            return
+        self._commit(scheduled, drawn)
+        prefill = sum(count for _, count in scheduled.rows if count > 1)
+        self._times.record(self.clock.now() - started, prefill)
+
+    def _fail(self, requests: Iterable[Request]) -> None:
+        """End requests whose computed blocks cannot be trusted."""
+        for request in dict.fromkeys(requests):
+            error = InternalError("The replica failed while computing the request.")
+            self._end(request, Finish.ERROR, error, keep=False)
+
+    def _commit(self, scheduled: Scheduled, drawn: list[Sampled]) -> None:
+        """Take over what a step computed, row by row; a request that ended is passed over."""
+        draws: dict[int, list[Sampled]] = {}
+        for one in drawn:
+            draws.setdefault(one.sequence, []).append(one)
+        for sequence, count in scheduled.rows:
+            if sequence.state is State.RUNNING:
+                self._commit_row(sequence, count, draws.get(sequence.id, []))
+
+    def _commit_row(self, sequence: Sequence, count: int, drawn: list[Sampled]) -> None:
+        request = sequence.request
+        if any(one.token_id < 0 for one in drawn):
+            self._fail([request])
+            return
+        if sequence.computed_max == 0:
+            self._count_prompt(request)
+        sequence.advance(count)
+        self.memory.settle(sequence)
+        if not drawn:
+            return
+        if not sequence.inserted:
+            sequence.inserted = True
+            self.memory.share(sequence)
+        own, *others = drawn
+        assert own.choice == sequence.choice
+        choices = [sequence, *(self._fork(sequence, one) for one in others)]
+        request.forked = True
+        sequence.tokens.append(own.token_id)
+        sequence.emitted += 1
+        for choice, one in zip(choices, drawn, strict=True):
+            self._emit(choice, one)
+
+    def _count_prompt(self, request: Request) -> None:
+        assert request.cached_tokens is not None
+        self._prompt_tokens += request.spec.prompt_tokens
+        self._cached_tokens += request.cached_tokens
+
+    def _fork(self, parent: Sequence, drawn: Sampled) -> Sequence:
+        """A further choice, which starts with its own token after the parent's prompt."""
+        child = self._new_sequence(parent.request, drawn.choice, [*parent.tokens, drawn.token_id])
+        child.emitted = 1
+        child.computed_max = parent.computed
+        child.inserted = True
+        self.scheduler.fork(parent, child)
+        return child
+
+    def _new_sequence(self, request: Request, choice: int, tokens: list[int]) -> Sequence:
+        self._sequences += 1
+        tables: list[list[int]] = [[] for _ in self.memory.pools]
+        sequence = Sequence(self._sequences, request, choice, tokens, tables)
+        request.sequences.append(sequence)
+        return sequence
+
+    # --- emitting and ending -----------------------------------------------------------------
+
+    def _finish_reason(self, sequence: Sequence) -> Finish | None:
+        return finish_reason(sequence, self._model.spec.eos_token_ids)
+
+    def _emit(self, sequence: Sequence, drawn: Sampled) -> None:
+        """Say that a token was appended, and end the choice if it was the last."""
+        spec = sequence.request.spec
+        self.scheduler.waiting.charge(spec.tenant, 1)
+        logprobs = () if drawn.logprobs is None else (drawn.logprobs,)
+        finish = self._finish_reason(sequence)
+        if finish is not None:
+            self.scheduler.lengths.record(sequence.generated)
+            self._end_choice(sequence, finish, (drawn.token_id,), logprobs)
+            return
+        position = sequence.generated - 1
+        self._outbox.append(
+            Emission(spec.request_id, sequence.choice, position, (drawn.token_id,), logprobs)
+        )
+
+    def _end_choice(
+        self,
+        sequence: Sequence,
+        finish: Finish,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[Logprobs, ...] = (),
+    ) -> None:
+        """A choice has come to its end, and its request too if it was the last of them."""
+        request = sequence.request
+        self.scheduler.leave(sequence, keep=True)
+        last = not request.alive and not request.unforked
+        self._outbox.append(
+            Emission(
+                request_id=request.spec.request_id,
+                choice=sequence.choice,
+                position=sequence.generated - len(token_ids),
+                token_ids=token_ids,
+                logprobs=logprobs,
+                finish=finish,
+                usage=request.usage() if last else None,
+                last=last,
+            )
+        )
+        if last:
+            self._forget(request)
+
+    def _end(
+        self, request: Request, finish: Finish, error: BanyanError, *, keep: bool = True
+    ) -> None:
+        """End all choices of a live request that have not ended, those not forked yet too."""
+        ended = request.alive
+        for sequence in ended:
+            self.scheduler.leave(sequence, keep=keep)
+        open_choices = [(s.choice, s.generated) for s in ended]
+        open_choices += [(choice, 0) for choice in range(1, 1 + request.unforked)]
+        usage, request_id = request.usage(), request.spec.request_id
+        for choice, position in open_choices[:-1]:
+            self._outbox.append(Emission(request_id, choice, position, finish=finish))
+        choice, position = open_choices[-1]
+        self._outbox.append(
+            Emission(
+                request_id, choice, position, finish=finish, error=error, usage=usage, last=True
+            )
+        )
+        self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        del self._requests[request.spec.request_id]
+        self.scheduler.waiting.leave(request.spec.tenant)
+
+    def _refuse(self, spec: EngineRequest, error: BanyanError) -> None:
+        """The one emission of a request that never gets in."""
+        position = max(0, len(spec.token_ids) - spec.prompt_tokens)
+        usage = RequestUsage(0, 0, 0, position)
+        self._outbox.append(
+            Emission(
+                spec.request_id,
+                0,
+                position,
+                finish=Finish.ERROR,
+                error=error,
+                usage=usage,
+                last=True,
+            )
+        )
+
+    def _check_admissible(self, spec: EngineRequest) -> None:
+        validate(spec, self._model.spec)
+        if not self.memory.fits_alone(len(spec.token_ids)):
+            raise OutOfBlocks("The prompt needs more memory than the replica has.")
+        queued = len(self.scheduler.waiting) + len(self.scheduler.parked)
+        if queued >= self._config.waiting_max:
+            tokens = self.load().queued_prefill_tokens
+            raise Overloaded(
+                "The replica's queue is full.", retry_after_s=self._times.estimate_s(tokens)
+            )
+
+    # --- conservation ------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Assert the conservation law: blocks and references, every live sequence in exactly one
+        state, tokens accounted for. O(everything); for tests, between steps."""
+        self.scheduler.check_integrity()
+        scheduler = self.scheduler
+        placed = [*scheduler.running, *scheduler.waiting, *scheduler.parked.values()]
+        alive = [s for request in self._requests.values() for s in request.alive]
+        assert len(placed) == len(alive) == len({s.id for s in placed} & {s.id for s in alive})
+        for request in self._requests.values():
+            assert request.alive, "a live request without a live choice"
+            spec, usage = request.spec, request.usage()
+            assert usage.cached_tokens + usage.computed_tokens == usage.prompt_tokens
+            assert (usage.prompt_tokens == 0) == (request.cached_tokens is None)
+            for sequence in request.sequences:
+                assert tuple(sequence.tokens[: len(spec.token_ids)]) == spec.token_ids
+                emitted = len(sequence.tokens) - len(spec.token_ids)
+                assert sequence.emitted == emitted <= max(request.credit, 0)

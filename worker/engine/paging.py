@@ -1,0 +1,264 @@
+"""Block tables: gives sequences their blocks and takes them back. It decides nothing.
+
+Growth on demand, copy on write, sharing with the radix cache, windows that pass. It knows no
+requests' order and no model.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+
+from kvstore.keys import extend
+from worker.engine.block_pool import BlockPool
+from worker.engine.plan import BlockCopy
+from worker.engine.radix import Hold, Match, RadixCache
+from worker.engine.request import Sequence
+
+
+def blocks_for(tokens: int, block_tokens: int) -> int:
+    """Blocks that hold so many tokens."""
+    return -(-tokens // block_tokens)
+
+
+class PagedMemory:
+    """Pools and cache as sequences see them. `cache` is None where caching is off."""
+
+    def __init__(self, pools: Seq[BlockPool], cache: RadixCache | None, block_tokens: int) -> None:
+        self.pools = pools
+        self.cache = cache
+        self.block_tokens = block_tokens
+
+    def available(self, group: int) -> int:
+        """Blocks that are free or that eviction can free."""
+        pool = self.pools[group]
+        return pool.free + (self.cache.evictable(group) if self.cache else 0)
+
+    def fits_alone(self, tokens: int) -> bool:
+        """Whether a sequence of so many computed tokens can exist in empty pools."""
+        return all(self.blocks_held(g, tokens) <= p.total for g, p in enumerate(self.pools))
+
+    def blocks_held(self, group: int, tokens: int) -> int:
+        """Blocks of a group that a sequence of so many tokens occupies, a window's at its worst."""
+        blocks = blocks_for(tokens, self.block_tokens)
+        window = self.pools[group].group.window_tokens
+        return min(blocks, blocks_for(window - 1, self.block_tokens) + 1) if window else blocks
+
+    def match(self, sequence: Sequence) -> Match | None:
+        """What the cache has of its tokens, the last one left out. Holds nothing."""
+        if self.cache is None or not sequence.request.cacheable:
+            return None
+        limit = len(sequence.tokens) - 1
+        return self.cache.match(sequence.request.chain, sequence.tokens, limit)
+
+    def attach(self, sequence: Sequence, match: Match | None) -> None:
+        """Give a sequence without blocks the whole blocks of a match, by reference. To be followed
+        by `attach_boundary`, or by `detach`."""
+        assert sequence.computed == 0 and not any(sequence.tables)
+        sequence.shared = 0
+        if match is None or match.tokens == 0:
+            return
+        assert self.cache is not None
+        evictable = self.pools[0].evictable
+        sequence.hold = self.cache.hold(match)
+        newly_busy = evictable - self.pools[0].evictable
+        sequence.tables = [list(blocks) for blocks in match.blocks]
+        sequence.shared = max(0, len(match.blocks[0]) - newly_busy)
+        sequence.computed = match.tokens // self.block_tokens * self.block_tokens
+
+    def attach_boundary(self, sequence: Sequence) -> None:
+        """After `attach`: an own block for the boundary, if one can be had, as a pending copy."""
+        hold = sequence.hold
+        if hold is None or hold.boundary is None:
+            return
+        if not self._reserve([1] * len(self.pools)):
+            self._release_boundary(hold)
+            return
+        offset = hold.tokens % self.block_tokens
+        for g, source in enumerate(hold.boundary):
+            assert source >= 0, "a boundary lies in an absent block"
+            (target,) = self._allocate(g, 1)
+            sequence.tables[g].append(target)
+            sequence.copies.append(BlockCopy(g, source, target, offset))
+        sequence.computed = hold.tokens
+
+    def detach(self, sequence: Sequence) -> None:
+        """Undo `attach`."""
+        if sequence.hold is not None:
+            self._release_boundary(sequence.hold)
+        self.release(sequence, keep=False)
+
+    def _release_boundary(self, hold: Hold) -> None:
+        if hold.boundary is not None:
+            for pool, source in zip(self.pools, hold.boundary, strict=True):
+                pool.release([source])
+
+    def grow(self, sequence: Sequence, want: int) -> int:
+        """Blocks for the next `want` tokens, or for fewer if not all can be had; how many it got.
+
+        A block to be written that anybody else holds becomes a pending copy. All or nothing: after
+        0 the tables are as before, but for windows that passed.
+        """
+        self._pass_windows(sequence)
+        if not self._reserve(self._needs(sequence, want)):
+            want = min(want, self._room(sequence))
+            if want < 1 or not self._reserve(self._needs(sequence, want)):
+                return 0
+        at, offset = divmod(sequence.computed, self.block_tokens)
+        for g, table in enumerate(sequence.tables):
+            if self._is_shared(sequence, g):
+                source = table[at]
+                (table[at],) = self._allocate(g, 1)
+                sequence.copies.append(BlockCopy(g, source, table[at], offset))
+            blocks = blocks_for(sequence.computed + want, self.block_tokens)
+            table.extend(self._allocate(g, blocks - len(table)))
+        return want
+
+    def _is_shared(self, sequence: Sequence, group: int) -> bool:
+        """Whether the next write goes into a block that somebody else holds too."""
+        at, offset = divmod(sequence.computed, self.block_tokens)
+        return offset > 0 and self.pools[group].references(sequence.tables[group][at]) > 1
+
+    def _needs(self, sequence: Sequence, count: int) -> list[int]:
+        blocks = blocks_for(sequence.computed + count, self.block_tokens)
+        return [
+            blocks - len(table) + self._is_shared(sequence, g)
+            for g, table in enumerate(sequence.tables)
+        ]
+
+    def _room(self, sequence: Sequence) -> int:
+        """Tokens that the blocks to be had have room for; < 1 if none."""
+        return min(
+            (len(table) + self.available(g) - self._is_shared(sequence, g)) * self.block_tokens
+            - sequence.computed
+            if self.available(g) >= self._is_shared(sequence, g)
+            else 0
+            for g, table in enumerate(sequence.tables)
+        )
+
+    def _reserve(self, needs: list[int]) -> bool:
+        if all(pool.free >= need for pool, need in zip(self.pools, needs, strict=True)):
+            return True
+        return self.cache is not None and self.cache.evict(needs)
+
+    def _allocate(self, group: int, count: int) -> list[int]:
+        blocks = self.pools[group].allocate(count)
+        assert blocks is not None, "blocks were reserved but are not there"
+        return blocks
+
+    def _pass_windows(self, sequence: Sequence) -> None:
+        """Let go of blocks that no row from here on can see."""
+        for pool, table in zip(self.pools, sequence.tables, strict=True):
+            window = pool.group.window_tokens
+            at = (sequence.computed - window + 1) // self.block_tokens - 1
+            passed = []
+            while window and at >= 0 and table[at] >= 0:
+                passed.append(table[at])
+                table[at] = -1
+                at -= 1
+            pool.release(passed)
+
+    def settle(self, sequence: Sequence) -> None:
+        """Its pending copies were executed."""
+        for copy in sequence.copies:
+            self.pools[copy.group].release([copy.source])
+        sequence.copies.clear()
+
+    def share(self, sequence: Sequence) -> None:
+        """Offer its whole computed blocks to the cache, and hold the cached ones instead of its
+        own, so that siblings find them and doubles computed at the same time end here."""
+        assert not sequence.copies
+        if self.cache is None or not sequence.request.cacheable:
+            return
+        self._insert(sequence, sequence.computed, partial=False)
+        self._hold_cached(sequence)
+
+    def _insert(self, sequence: Sequence, valid: int, *, partial: bool) -> None:
+        assert self.cache is not None and valid <= sequence.computed
+        chain, keys, tokens = sequence.request.chain, sequence.keys, sequence.tokens[:valid]
+        keys.extend(extend(chain, keys, tokens))
+        full = valid // self.block_tokens
+        count = blocks_for(valid, self.block_tokens) if partial else full
+        blocks = [table[:count] for table in sequence.tables]
+        self.cache.insert(chain, tokens, keys[:full], blocks, valid, partial=partial)
+
+    def _hold_cached(self, sequence: Sequence) -> None:
+        """Swap its whole blocks for the cache's, and lock their path."""
+        assert self.cache is not None
+        whole = sequence.computed // self.block_tokens * self.block_tokens
+        match = self.cache.match(sequence.request.chain, sequence.tokens, whole)
+        hold = self.cache.hold(match)
+        for g, pool in enumerate(self.pools):
+            table, surplus = sequence.tables[g], []
+            for at, cached in enumerate(match.blocks[g]):
+                if table[at] >= 0 and cached >= 0:
+                    surplus.append(table[at])
+                    table[at] = cached
+                else:
+                    surplus.append(cached)
+            if match.boundary is not None:
+                surplus.append(match.boundary[g])
+            pool.release(surplus)
+        self.unlock(sequence)
+        sequence.hold = hold
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Share all of the parent's blocks; the first of them to write copies the boundary."""
+        assert not parent.copies and not any(child.tables)
+        child.tables = [list(table) for table in parent.tables]
+        child.computed = parent.computed
+        child.keys = list(parent.keys)
+        child.shared = parent.computed // self.block_tokens
+        for pool, table in zip(self.pools, child.tables, strict=True):
+            pool.retain(table)
+        if self.cache is not None and child.request.cacheable:
+            self._hold_cached(child)
+
+    def unlock(self, sequence: Sequence) -> None:
+        """Let the cache evict its path; the references to its blocks stay."""
+        if sequence.hold is not None:
+            assert self.cache is not None
+            self.cache.unlock(sequence.hold)
+            sequence.hold = None
+
+    def forget_cached(self, sequence: Sequence) -> bool:
+        """Last resort for `sequence`, alone in the pools: drop all that is cached, its own path
+        too, which may hold a window's passed blocks or force a copy. False if nothing was."""
+        if self.cache is None or not any(self.cache.holders()):
+            return False
+        self.unlock(sequence)
+        self.cache.clear()
+        return True
+
+    def release(self, sequence: Sequence, *, keep: bool) -> None:
+        """Take all blocks back. `keep` offers what was computed to the cache; a boundary whose
+        copy was not executed yet is not part of that."""
+        valid = sequence.computed
+        if sequence.copies:
+            valid -= valid % self.block_tokens
+        self.unlock(sequence)
+        if keep and valid and self.cache is not None and sequence.request.cacheable:
+            self._insert(sequence, valid, partial=True)
+        self.settle(sequence)
+        for pool, table in zip(self.pools, sequence.tables, strict=True):
+            pool.release(table)
+        sequence.tables = [[] for _ in self.pools]
+        sequence.computed = 0
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Assert, per group: free + held by the cache alone + held by sequences = total, every
+        block's references are its holders, the tree is whole. O(blocks)."""
+        held: list[Counter[int]] = [Counter() for _ in self.pools]
+        for sequence in sequences:
+            for g, table in enumerate(sequence.tables):
+                held[g].update(block for block in table if block >= 0)
+            for copy in sequence.copies:
+                held[copy.group][copy.source] += 1
+        if self.cache is not None:
+            self.cache.check_integrity()
+        cached = self.cache.holders() if self.cache else [Counter[int]() for _ in self.pools]
+        for pool, ours, theirs in zip(self.pools, held, cached, strict=True):
+            pool.check_integrity(ours + theirs)
+            cached_only = sum(1 for block in theirs if block not in ours)
+            assert pool.free + cached_only + len(ours) == pool.total, "blocks leaked"

@@ -1,0 +1,343 @@
+"""The scheduler: which tokens of which sequences the next step computes, and in whose blocks.
+
+One token budget a step: decode rows first, then prefill in chunks, oldest first, then admission by
+predicted peak. Where a block cannot be found even by eviction, younger sequences are preempted (to
+be recomputed later); the oldest that may run always gets what it needs, so nothing livelocks. It
+knows token ids and blocks, no model and no clock.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from worker.config import EngineConfig
+from worker.engine.admission import Demand, LengthHistory, predicted_peak
+from worker.engine.paging import PagedMemory, blocks_for
+from worker.engine.plan import SampleRow, StepPlan
+from worker.engine.request import Request, Sequence, State
+from worker.engine.waiting import WaitingQueue
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A plan and, in its order, the sequences with how many tokens each computes."""
+
+    plan: StepPlan
+    rows: tuple[tuple[Sequence, int], ...]
+
+
+@dataclass
+class _Draft:
+    """A step in the making."""
+
+    budget: int
+    rows: dict[Sequence, int] = field(default_factory=dict)
+    preempted: bool = False  # something that could run on; then nothing is admitted in its stead
+
+    def add(self, sequence: Sequence, count: int) -> None:
+        self.rows[sequence] = count
+        self.budget -= count
+
+    def drop(self, sequence: Sequence) -> None:
+        self.budget += self.rows.pop(sequence, 0)
+
+
+class Scheduler:
+    """Owns every live sequence's state. Calls come between steps, one after the other."""
+
+    def __init__(self, memory: PagedMemory, config: EngineConfig) -> None:
+        assert config.step_tokens_max > 0 and config.running_max > 0
+        self.memory = memory
+        self.waiting = WaitingQueue()
+        self.running: list[Sequence] = []  # by age
+        self.parked: dict[int, Sequence] = {}  # by id: without blocks, without credit
+        self.lengths = LengthHistory()
+        self._config = config
+        # The head that did not fit beside so many active ones; forgotten when a sequence stops.
+        self._blocked: tuple[Sequence, int] | None = None
+        self._stuck: list[Sequence] = []
+        self._step = 0
+
+    # --- entering and leaving ----------------------------------------------------------------
+
+    def enter(self, sequence: Sequence) -> None:
+        """Queue a sequence without blocks, or park it if it has no credit."""
+        if sequence.credit > 0:
+            sequence.state = State.WAITING
+            self.waiting.add(sequence)
+        else:
+            sequence.state = State.PARKED
+            self.parked[sequence.id] = sequence
+
+    def granted(self, request: Request) -> None:
+        """A request has more credit: its parked sequences queue again."""
+        for sequence in request.sequences:
+            if sequence.state is State.PARKED and sequence.credit > 0:
+                del self.parked[sequence.id]
+                self.enter(sequence)
+
+    def leave(self, sequence: Sequence, *, keep: bool) -> None:
+        """End a live sequence in any state; `keep` offers what it computed to the cache."""
+        if sequence.state is State.RUNNING:
+            self._stop_running(sequence, keep=keep)
+        elif sequence.state is State.WAITING:
+            self.waiting.remove(sequence)
+        else:
+            assert sequence.state is State.PARKED
+            del self.parked[sequence.id]
+        self._blocked = None
+        sequence.state = State.FINISHED
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let `child` go on from the parent's computed prompt; without a free place it waits."""
+        if len(self.running) >= self._config.running_max:
+            child.preempted = True
+            self.enter(child)
+            return
+        self.memory.fork(parent, child)
+        self._start_running(child)
+
+    def take_stuck(self) -> list[Sequence]:
+        """Sequences found unable to go on in the whole pool, since the last call; still running."""
+        stuck, self._stuck = self._stuck, []
+        return stuck
+
+    def _start_running(self, sequence: Sequence) -> None:
+        sequence.state = State.RUNNING
+        insort(self.running, sequence, key=lambda s: s.age)
+
+    def _stop_running(self, sequence: Sequence, *, keep: bool) -> None:
+        at = bisect_left(self.running, sequence.age, key=lambda s: s.age)
+        assert self.running[at] is sequence
+        del self.running[at]
+        self.memory.release(sequence, keep=keep)
+        sequence.inserted = False
+        self._blocked = None
+
+    # --- one step ----------------------------------------------------------------------------
+
+    def can_step(self) -> bool:
+        """Whether `plan` would find something to compute."""
+        return any(s.credit > 0 for s in self.running) or len(self.waiting) > 0
+
+    def plan(self) -> Scheduled | None:
+        """The next step, None if nothing can run; its blocks are allocated, copies pending.
+
+        The caller executes it and then advances `computed` and settles the copies of every row's
+        sequence, or lets those sequences leave.
+        """
+        self._step += 1
+        draft = _Draft(self._config.step_tokens_max)
+        runnable = [s for s in self.running if s.credit > 0]
+        for sequence in self._decoding(runnable):
+            self._schedule(draft, sequence)
+        for sequence in runnable:
+            if sequence.state is State.RUNNING and sequence.pending > 1:
+                self._schedule(draft, sequence)
+        self._admit(draft)
+        if not draft.rows:
+            return None
+        rows = tuple(draft.rows.items())
+        for sequence, _ in rows:
+            sequence.last_step = self._step
+        return Scheduled(self._flatten(rows), rows)
+
+    def _decoding(self, runnable: list[Sequence]) -> list[Sequence]:
+        """Those with one token to compute; in turn if there are more than the budget allows."""
+        decoding = [s for s in runnable if s.pending == 1]
+        if len(decoding) > self._config.step_tokens_max:
+            decoding.sort(key=lambda s: s.last_step)
+        return decoding
+
+    def _schedule(self, draft: _Draft, sequence: Sequence) -> None:
+        """Give a running sequence rows of this step, preempting others for it where allowed."""
+        while draft.budget > 0 and sequence.state is State.RUNNING:
+            count = self.memory.grow(sequence, min(draft.budget, sequence.pending))
+            if count:
+                draft.add(sequence, count)
+                return
+            victim = self._victim(sequence)
+            if victim is not None:
+                self._preempt(draft, victim)
+            elif not self._is_first(sequence):
+                return  # it keeps its blocks and waits for older ones
+            elif not self.memory.forget_cached(sequence):
+                self._stuck.append(sequence)
+                return
+
+    def _is_first(self, sequence: Sequence) -> bool:
+        """Whether it is the oldest that may run."""
+        return next(s for s in self.running if s.credit > 0) is sequence
+
+    def _victim(self, asker: Sequence) -> Sequence | None:
+        """Whom `asker` may preempt: those that wait for credit, then those younger than itself;
+        of these the least computed, the youngest of equals."""
+        allowed = [
+            s
+            for s in self.running
+            if s is not asker and (s.credit <= 0 or s.age > asker.age) and any(s.tables)
+        ]
+        if not allowed:
+            return None
+        return min(allowed, key=lambda s: (s.credit > 0, s.computed, -s.age[0], -s.age[1]))
+
+    def _preempt(self, draft: _Draft, victim: Sequence) -> None:
+        """Back to the head of its tenant's queue; what it computed goes to the cache."""
+        draft.drop(victim)
+        draft.preempted = draft.preempted or victim.credit > 0
+        self._stop_running(victim, keep=True)
+        victim.preempted = True
+        victim.request.preemptions += 1
+        self.enter(victim)
+
+    # --- admission ---------------------------------------------------------------------------
+
+    def _admit(self, draft: _Draft) -> None:
+        """Let waiting sequences run, in the queue's order, while they fit; nobody overtakes."""
+        while draft.budget > 0 and not draft.preempted and not self._stuck:
+            head = self.waiting.peek()
+            if head is None or not self._make_place(draft, head):
+                return
+            active = sum(1 for s in self.running if s.credit > 0)
+            if active and self._blocked == (head, active):
+                return
+            self.memory.attach(head, self.memory.match(head))
+            if active and not self._fits(head):
+                self.memory.detach(head)
+                self._blocked = head, active
+                return
+            self._start(head)
+            self._schedule(draft, head)
+            if head not in draft.rows:
+                return
+
+    def _start(self, head: Sequence) -> None:
+        """The head of the queue, attached to its match, runs from here on."""
+        attached, head.computed = head.computed, 0  # as the queue counted it
+        self.waiting.remove(head)
+        head.computed = attached
+        self.memory.attach_boundary(head)
+        self._start_running(head)
+        request = head.request
+        if request.cached_tokens is None:
+            request.cached_tokens = min(head.computed, request.spec.prompt_tokens)
+            self.waiting.charge(request.spec.tenant, request.spec.prompt_tokens)
+
+    def _make_place(self, draft: _Draft, head: Sequence) -> bool:
+        """Whether it and the choices it will fork into are within running_max, once those that
+        wait for credit have made room."""
+        places = sum(1 + s.request.unforked for s in self.running) + 1 + head.request.unforked
+        paused = [s for s in self.running if s.credit <= 0]
+        while paused and places > self._config.running_max:
+            places -= 1
+            self._preempt(draft, paused.pop())
+        return not self.running or places <= self._config.running_max
+
+    def _fits(self, head: Sequence) -> bool:
+        """Whether the predicted peak of all that may run and `head` is within what there is; what
+        waits for credit can be preempted."""
+        memory = self.memory
+        active = [*(s for s in self.running if s.credit > 0), head]
+        for g, pool in enumerate(memory.pools):
+            capacity = memory.available(g)
+            capacity += sum(self._held_alone(s, g) for s in (*self.running, head))
+            everyone = [d for s in active for d in self._demands(s, g)]
+            if pool.group.window_tokens:
+                peak = sum(d.blocks for d in everyone)
+            else:
+                peak = predicted_peak(everyone, memory.block_tokens)
+            if peak > capacity:
+                return False
+        return True
+
+    def _held_alone(self, sequence: Sequence, group: int) -> int:
+        held = sum(1 for block in sequence.tables[group] if block >= 0)
+        return held if self.memory.pools[group].group.window_tokens else held - sequence.shared
+
+    def _demands(self, sequence: Sequence, group: int) -> Iterator[Demand]:
+        """What a sequence and its choices still to fork will occupy in a group."""
+        memory, tokens = self.memory, len(sequence.tokens)
+        left = sequence.left
+        if not sequence.preempted:  # once bitten: the prediction was too low
+            left = self.lengths.predict_left(sequence.generated, left)
+        if memory.pools[group].group.window_tokens:
+            most = memory.blocks_held(group, tokens + left)
+            yield from (Demand(most, 0) for _ in range(1 + sequence.request.unforked))
+            return
+        blocks = blocks_for(tokens, memory.block_tokens)
+        yield Demand(max(0, blocks - sequence.shared), left)
+        yield from (Demand(1, left) for _ in range(sequence.request.unforked))
+
+    # --- the plan ----------------------------------------------------------------------------
+
+    def _flatten(self, rows: tuple[tuple[Sequence, int], ...]) -> StepPlan:
+        groups = range(len(self.memory.pools))
+        plan = StepPlan(
+            step=self._step,
+            token_ids=[],
+            positions=[],
+            starts=[0],
+            lengths=[],
+            tables=[[] for _ in groups],
+            slots=[[] for _ in groups],
+        )
+        for sequence, count in rows:
+            first, last = sequence.computed, sequence.computed + count
+            plan.token_ids.extend(sequence.tokens[first:last])
+            plan.positions.extend(range(first, last))
+            plan.starts.append(plan.starts[-1] + count)
+            plan.lengths.append(last)
+            plan.copies.extend(sequence.copies)
+            for g in groups:
+                table = sequence.tables[g]
+                plan.tables[g].append(table.copy())
+                plan.slots[g].extend(self._slots(table, first, last))
+            if last == len(sequence.tokens):
+                plan.samples.extend(_sample_rows(sequence, plan.starts[-1] - 1))
+        return plan
+
+    def _slots(self, table: list[int], first: int, last: int) -> Iterator[int]:
+        size = self.memory.block_tokens
+        for position in range(first, last):
+            yield table[position // size] * size + position % size
+
+    # --- conservation ------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Assert that every sequence is in the one place its state names, with the blocks it should
+        have, and that the memory is conserved. O(everything)."""
+        size = self.memory.block_tokens
+        assert [s.age for s in self.running] == sorted({s.age for s in self.running})
+        for sequence in self.running:
+            assert sequence.state is State.RUNNING
+            assert 0 <= sequence.computed < len(sequence.tokens)
+            for table in sequence.tables:
+                assert len(table) == blocks_for(sequence.computed, size)
+        queued = list(self.waiting)
+        assert len(queued) == len(self.waiting) == len({s.id for s in queued})
+        assert sum(s.pending for s in queued) == self.waiting.tokens
+        for sequence in queued:
+            assert sequence.state is State.WAITING and sequence.credit > 0
+        for sequence in self.parked.values():
+            assert sequence.state is State.PARKED and sequence.credit <= 0
+        for sequence in (*queued, *self.parked.values()):
+            assert sequence.computed == 0 and not any(sequence.tables)
+            assert sequence.hold is None and not sequence.copies
+        self.memory.check_integrity(self.running)
+
+
+def _sample_rows(sequence: Sequence, row: int) -> Iterator[SampleRow]:
+    """The draws from a sequence's last row: its own, and the first of every choice to fork."""
+    spec = sequence.request.spec
+    history: tuple[int, ...] = ()
+    output: tuple[int, ...] = ()
+    if spec.sampling.needs_history:
+        history = spec.token_ids[: spec.prompt_tokens]
+        output = tuple(sequence.tokens[spec.prompt_tokens :])
+    choices = [sequence.choice, *range(1, 1 + sequence.request.unforked)]
+    for choice in choices:
+        yield SampleRow(
+            row, sequence.id, choice, sequence.generated, spec.sampling, history, output
+        )
