@@ -48,6 +48,7 @@ def start(role: str, command: Sequence[str], log: Path, env: Mapping[str, str]) 
             cwd="/",
             env=dict(env),
         )
+    child.returncode = 0  # detached: nobody waits for it, and subprocess need not warn of that
     return Process(role, child.pid, psutil.Process(child.pid).create_time(), str(log))
 
 
