@@ -19,26 +19,18 @@ A path-compressed radix tree per chain root (radix_node.py). What is worth knowi
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvstore.groups import GroupKind
-from kvstore.keys import BlockKey, ChainSpec, RootId, tokens_u32le
+from kvstore.keys import BlockKey, ChainSpec, tokens_u32le
 from worker.engine.block_pool import BlockPool
 from worker.engine.messages import CacheOp, CacheOpKind
 from worker.engine.radix_integrity import check_tree
-from worker.engine.radix_node import (
-    TOKEN_BYTES,
-    Node,
-    RecencyList,
-    common_tokens,
-    edge_marks,
-    root_node,
-    split_node,
-)
+from worker.engine.radix_node import TOKEN_BYTES, Node, edge_marks, root_node
 from worker.engine.radix_ops import OpLog
+from worker.engine.radix_tree import RadixTree
 
 
 @dataclass(frozen=True)
@@ -75,13 +67,8 @@ class RadixCache:
             for g, pool in enumerate(pools)
             if pool.group.kind is GroupKind.WINDOW
         )
-        self._roots: dict[RootId, Node] = {}
-        self._recency = RecencyList()  # every unlocked node but the roots
-        self._log = OpLog(len(self._pools))
+        self._tree = RadixTree(self._pools, block_tokens)
         self._holds: set[Hold] = set()
-        self._version = 0
-
-    # --- finding -----------------------------------------------------------------------------
 
     def match(self, chain: ChainSpec, tokens: Sequence[int], limit: int) -> Match:
         """The longest prefix of tokens[:limit] whose KV is usable in every group.
@@ -90,20 +77,20 @@ class RadixCache:
         no block. Valid until the next insert, evict or clear.
         """
         assert chain.block_tokens == self._size
-        root = self._roots.get(chain.root)
+        root = self._tree.roots.get(chain.root)
         end = min(limit, len(tokens))
         if root is None or end <= 0:
             return self._match_at(root or root_node(len(self._pools)), 0, [])
         query = tokens_u32le(tokens[:end])
-        path, matched = self._walk(root, query, end, edge_marks(chain, end))
+        path, matched = self._tree.walk(root, query, end, edge_marks(chain, end))
         runs = [[block for n in path for block in n.blocks[g]] for g in range(len(self._pools))]
         matched = self._fit_windows(path, runs, matched)
         while path[-1].start >= matched and path[-1].parent is not None:
             path.pop()
         node = path[-1]
         if matched < node.end:
-            node = self._split(node, matched)
-        self._touch(node)
+            node = self._tree.split(node, matched)
+        self._tree.touch(node)
         return self._match_at(node, matched, runs)
 
     def _match_at(self, node: Node, matched: int, runs: list[list[int]]) -> Match:
@@ -114,28 +101,7 @@ class RadixCache:
             left = min(full, max(0, matched - window) // self._size)
             blocks[g] = (-1,) * left + blocks[g][left:]
         boundary = tuple(node.tail) if matched % self._size else None
-        return Match(matched, tuple(blocks), boundary, node, self._version)
-
-    def _walk(
-        self, root: Node, query: bytes, end: int, marks: dict[int, bytes]
-    ) -> tuple[list[Node], int]:
-        """The nodes along query[:end] and how far they match; the last may match in part."""
-        path, position, borders = [root], 0, [*sorted(marks), end]
-        children = root.children
-        while position < end:
-            label = query[TOKEN_BYTES * position : TOKEN_BYTES * position + TOKEN_BYTES]
-            mark = marks.get(position)
-            child = children.get(label if mark is None else mark + label)
-            if child is None:
-                break
-            # A node made by another chain may run past this chain's next mark; we may not.
-            stop = min(child.end, borders[bisect_right(borders, position)])
-            path.append(child)
-            position += common_tokens(query, position, child.tokens, stop - position)
-            if position < child.end:
-                break
-            children = child.children
-        return path, position
+        return Match(matched, tuple(blocks), boundary, node, self._tree.version)
 
     def _fit_windows(self, path: list[Node], runs: list[list[int]], matched: int) -> int:
         """The longest match <= matched whose last positions every window group still has."""
@@ -167,40 +133,25 @@ class RadixCache:
             matched = (hole + 1) * size
         return 0
 
-    # --- holding -----------------------------------------------------------------------------
-
     def hold(self, match: Match) -> Hold:
         """Retain the match's blocks and boundary for the caller and lock its path.
 
         The caller releases the blocks and the boundary through the pools, and calls `unlock` once.
         """
-        assert match.version == self._version, "the match is no longer valid"
+        assert match.version == self._tree.version, "the match is no longer valid"
         for g, pool in enumerate(self._pools):
             pool.retain(match.blocks[g])
             if match.boundary is not None:
                 pool.retain((match.boundary[g],))
         hold = Hold(match.tokens, match.blocks, match.boundary, match.node)
         self._holds.add(hold)
-        for node in _upwards(match.node):
-            node.locks += 1
-            if node.locks == 1:
-                self._recency.remove(node)
-                for g, pool in enumerate(self._pools):
-                    pool.to_busy(node.references(g))
+        self._tree.lock(match.node)
         return hold
 
     def unlock(self, hold: Hold) -> None:
         """Let the path be evicted again, as used just now. Block references stay the caller's."""
         self._holds.remove(hold)
-        for node in _upwards(hold.node):
-            assert node.locks > 0
-            node.locks -= 1
-            if node.locks == 0:
-                self._recency.push(node)
-                for g, pool in enumerate(self._pools):
-                    pool.to_idle(node.references(g))
-
-    # --- inserting ---------------------------------------------------------------------------
+        self._tree.unlock(hold.node)
 
     def insert(
         self,
@@ -228,20 +179,20 @@ class RadixCache:
         assert len(keys) >= end // self._size, "keys are missing"
         query = tokens_u32le(tokens[:end])
         marks = edge_marks(chain, end)
-        root = self._roots.setdefault(chain.root, root_node(len(self._pools)))
-        path, matched = self._walk(root, query, end, marks)
-        self._version += 1
+        path, matched = self._tree.walk(self._tree.root(chain.root), query, end, marks)
         if matched < path[-1].end:
-            path[-1] = self._split(path[-1], matched)
-        self._fill_windows(path, blocks)
+            path[-1] = self._tree.split(path[-1], matched)
+        for g, _ in self._windows:
+            for covered in path:
+                self._tree.fill(covered, g, blocks[g])
         node, adopted = path[-1], 0
         for stop in [*(mark for mark in sorted(marks) if mark > matched), end]:
             if matched < stop:
                 piece = self._piece(query, matched, stop, keys, blocks)
-                node = self._append(node, piece, marks.get(matched))
+                node = self._tree.append(node, piece, marks.get(matched))
                 adopted += len(piece.references(0))
                 matched = stop
-        self._touch(node)
+        self._tree.touch(node)
         return adopted
 
     def _piece(
@@ -264,86 +215,6 @@ class RadixCache:
                 assert all(b >= 0 for b in node.references(g)), "only windows drop blocks"
         return node
 
-    def _append(self, node: Node, piece: Node, mark: bytes | None) -> Node:
-        """Adopt `piece` below `node`: as its continuation in place, or as a new child."""
-        for g, pool in enumerate(self._pools):
-            pool.retain_idle(piece.references(g))
-            self._log.record(CacheOpKind.STORED, g, piece.keys, piece.blocks[g])
-        leaf = not node.children and node.parent is not None
-        if leaf and node.locks == 0 and mark is None and not node.tail:
-            node.tokens += piece.tokens
-            node.end = piece.end
-            node.keys += piece.keys
-            for run, more in zip(node.blocks, piece.blocks, strict=True):
-                run += more
-            node.tail = piece.tail
-            return node
-        piece.label = (mark or b"") + piece.tokens[:TOKEN_BYTES]
-        assert piece.label not in node.children
-        piece.parent = node
-        node.children[piece.label] = piece
-        self._recency.push(piece)
-        for g in range(len(self._pools)):
-            self._share_tail(node, g, piece.first_block(g))
-        return piece
-
-    def _fill_windows(self, path: list[Node], blocks: Sequence[Sequence[int]]) -> None:
-        """Adopt window blocks that the path's nodes, all covered by the inserter, lack."""
-        for g, _ in self._windows:
-            for node in path:
-                first, run = node.start // self._size, node.blocks[g]
-                if -1 in run:
-                    holes = [i for i, b in enumerate(run) if b < 0 <= blocks[g][first + i]]
-                    for i in holes:
-                        run[i] = blocks[g][first + i]
-                    found = [run[i] for i in holes]
-                    self._retain(node, g, found)
-                    self._log.record(CacheOpKind.STORED, g, [node.keys[i] for i in holes], found)
-                if node.tail and node.tail[g] < 0:
-                    node.tail[g] = blocks[g][node.end // self._size]
-                    self._retain(node, g, [node.tail[g]])
-
-    # --- tails shared between a node and its descendants -------------------------------------
-
-    def _split(self, node: Node, at: int) -> Node:
-        upper = split_node(node, at, self._size)
-        for g, block in enumerate(upper.tail):
-            self._retain(upper, g, [block])
-        if node.locks == 0:
-            self._recency.insert_above(upper, node)
-        return upper
-
-    def _share_tail(self, node: Node, group: int, block: int) -> None:
-        """Point the tail of `node`, and of ancestors that share it, at a descendant's `block`, if
-        that frees the block they have."""
-        if not node.tail or block < 0:
-            return
-        old, floor = node.tail[group], node.end - node.end % self._size
-        sharers = []
-        for above in _upwards(node):
-            if above.end <= floor or above.tail[group] != old:
-                break
-            sharers.append(above)
-        pool = self._pools[group]
-        if old < 0 or old == block or pool.references(old) != len(sharers):
-            return
-        for above in sharers:
-            self._retain(above, group, [block])
-            above.tail[group] = block
-            (pool.release if above.locks else pool.release_idle)([old])
-
-    def _retain(self, node: Node, group: int, blocks: list[int]) -> None:
-        pool = self._pools[group]
-        (pool.retain if node.locks else pool.retain_idle)(blocks)
-
-    def _touch(self, node: Node) -> None:
-        for above in _upwards(node):
-            if above.locks:
-                break  # and so are all further up: not in the list
-            self._recency.touch(above)
-
-    # --- evicting ----------------------------------------------------------------------------
-
     def evict(self, needed: Sequence[int]) -> bool:
         """Drop the least recently used blocks until pools[g].free >= needed[g] for every g.
 
@@ -353,9 +224,9 @@ class RadixCache:
         if any(pool.free + pool.evictable < count for pool, count in wanted):
             return False
         while (short := max(count - pool.free for pool, count in wanted)) > 0:
-            node = self._recency.oldest()
+            node = self._tree.recency.oldest()
             assert node is not None, "evictable blocks without a node to drop"
-            self._drop(node, short)
+            self._tree.drop(node, short)
         return True
 
     def evictable(self, group: int) -> int:
@@ -364,56 +235,17 @@ class RadixCache:
 
     def clear(self) -> None:
         """Drop everything unlocked."""
-        while (node := self._recency.oldest()) is not None:
-            self._drop(node, node.end)
-
-    def _drop(self, leaf: Node, count: int) -> None:
-        """Cut the last `count` blocks off an unlocked leaf; all of it if it has no more.
-
-        Each cut frees at most one block of a group, so a caller short of `count` cuts no more
-        than it needs.
-        """
-        assert not leaf.children and leaf.locks == 0
-        self._version += 1
-        last, first = (leaf.end - 1) // self._size, leaf.start // self._size
-        edge = (last + 1 - count) * self._size
-        keep = edge // self._size - first if edge > leaf.start else 0
-        heads = [leaf.first_block(g) for g in range(len(self._pools))]
-        keys = leaf.keys[keep:]
-        gone = [leaf.references(g)[keep:] for g in range(len(self._pools))]
-        for g, run in enumerate(leaf.blocks):
-            self._log.record(CacheOpKind.REMOVED, g, keys, run[keep:])
-            del run[keep:]
-        for pool, blocks in zip(self._pools, gone, strict=True):
-            pool.release_idle(blocks)
-        del leaf.keys[keep:]
-        leaf.tail = []
-        if keep:
-            leaf.end = edge
-            leaf.tokens = leaf.tokens[: TOKEN_BYTES * (edge - leaf.start)]
-            return
-        self._recency.remove(leaf)
-        self._inherit_tail(leaf.detach(), heads)
-
-    def _inherit_tail(self, parent: Node, heads: list[int]) -> None:
-        """A child with first blocks `heads` is gone: share another child's block instead."""
-        if not parent.tail or not parent.children:
-            return
-        sibling = next(iter(parent.children.values()))
-        for g, head in enumerate(heads):
-            if parent.tail[g] == head:
-                self._share_tail(parent, g, sibling.first_block(g))
-
-    # --- reporting ---------------------------------------------------------------------------
+        while (node := self._tree.recency.oldest()) is not None:
+            self._tree.drop(node, node.end)
 
     def take_ops(self) -> list[CacheOp]:
         """What was stored and removed since the last call: full blocks, parents stored first."""
-        return self._log.take()
+        return self._tree.log.take()
 
     def snapshot(self) -> list[CacheOp]:
         """STORED of all full blocks, parents first. Ops not yet taken are part of it."""
         log = OpLog(len(self._pools))
-        for node in self._nodes():
+        for node in self._tree.nodes():
             for g, run in enumerate(node.blocks):
                 log.record(CacheOpKind.STORED, g, node.keys, run)
         return log.take()
@@ -421,33 +253,11 @@ class RadixCache:
     def holders(self) -> list[Counter[int]]:
         """Per group: block -> references the cache holds, for conservation checks."""
         counts: list[Counter[int]] = [Counter() for _ in self._pools]
-        for node in self._nodes():
+        for node in self._tree.nodes():
             for g, count in enumerate(counts):
                 count.update(block for block in node.references(g) if block >= 0)
         return counts
 
     def check_integrity(self) -> None:
         """Assert everything the tree promises about itself and the pools. O(tokens)."""
-        check_tree(
-            self._roots,
-            self._pools,
-            self._size,
-            list(self._recency),
-            [hold.node for hold in self._holds],
-        )
-
-    def _nodes(self) -> Iterator[Node]:
-        """Every node but the roots, parents first."""
-        stack = [node for root in self._roots.values() for node in root.children.values()]
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
-
-
-def _upwards(node: Node) -> Iterator[Node]:
-    """The node and its ancestors, without the root."""
-    above: Node | None = node
-    while above is not None and above.parent is not None:
-        yield above
-        above = above.parent
+        check_tree(self._tree, self._size, [hold.node for hold in self._holds])

@@ -7,30 +7,26 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from kvstore.groups import GroupKind
-from kvstore.keys import BlockKey, ChainSpec, RootId, extend
+from kvstore.keys import BlockKey, ChainSpec, extend
 from worker.engine.block_pool import BlockPool
 from worker.engine.radix_node import TOKEN_BYTES, Node, split_label
+from worker.engine.radix_tree import RadixTree, upwards
 
 
-def check_tree(
-    roots: Mapping[RootId, Node],
-    pools: Sequence[BlockPool],
-    block_tokens: int,
-    oldest_first: Sequence[Node],
-    held: Sequence[Node],
-) -> None:
-    """Assert the laws below of every node. Mutates nothing.
+def check_tree(tree: RadixTree, block_tokens: int, held: Sequence[Node]) -> None:
+    """Assert the laws below of every node; `held` are the nodes of live holds. Mutates nothing.
 
     Shape: parents and children agree, runs join, borders lie where the labels say. Keys: equal to
     the key function's. Blocks: as many as the range needs, all live, -1 only in window groups.
     Locks: the holds at or below a node. Recency: all unlocked nodes, each newer than its
     descendants. Counts: idle references per block, and with them the evictable counts.
     """
-    locks = Counter(id(above) for node in held for above in _path(node))
+    pools = tree.pools
+    locks = Counter(id(above) for node in held for above in upwards(node))
     unlocked: dict[int, Node] = {}
     idle = [Counter[int]() for _ in pools]
     used = [Counter[int]() for _ in pools]
-    for root_id, root in roots.items():
+    for root_id, root in tree.roots.items():
         assert root.parent is None and root.end == 0 and root.locks == 0
         chain = ChainSpec(root_id, block_tokens)
         stack = [(child, _Prefix(chain, b"", [])) for child in root.children.values()]
@@ -49,7 +45,7 @@ def check_tree(
                     idle[g].update(blocks)
             below = prefix.through(node, block_tokens)
             stack.extend((child, below) for child in node.children.values())
-    _check_recency(oldest_first, unlocked)
+    _check_recency(list(tree.recency), unlocked)
     _check_counts(pools, used, idle)
 
 
@@ -77,15 +73,6 @@ class _Prefix:
         keys = [*self.keys, *extend(chain, self.keys, ids)]
         assert node.keys == keys[len(self.keys) :], "keys differ from the key function's"
         return _Prefix(chain, tokens, keys)
-
-
-def _path(node: Node) -> list[Node]:
-    path = []
-    above: Node | None = node
-    while above is not None and above.parent is not None:
-        path.append(above)
-        above = above.parent
-    return path
 
 
 def _check_children(node: Node) -> None:

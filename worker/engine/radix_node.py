@@ -76,6 +76,37 @@ class Node:
         """Every block the node refers to, -1 entries included."""
         return [*self.blocks[group], self.tail[group]] if self.tail else self.blocks[group]
 
+    def attach(self, parent: Node, label: bytes) -> None:
+        """Become a child of `parent`, which must have none of that label."""
+        assert self.parent is None and self.start == parent.end and label not in parent.children
+        self.parent, self.label = parent, label
+        parent.children[label] = self
+
+    def extend(self, piece: Node) -> None:
+        """Take over the tokens and blocks of `piece`, which begins at the block edge this ends."""
+        assert piece.start == self.end and not self.tail and not self.children
+        self.tokens += piece.tokens
+        self.end = piece.end
+        self.keys += piece.keys
+        for run, more in zip(self.blocks, piece.blocks, strict=True):
+            run += more
+        self.tail = piece.tail
+
+    def cut(self, keep: int, edge: int) -> tuple[list[BlockKey], list[list[int]]]:
+        """Shorten to the first `keep` full blocks, which end at token `edge`; to nothing if 0.
+
+        Returns the keys of the full blocks cut off and, per group, all blocks cut off, those first.
+        """
+        keys = self.keys[keep:]
+        blocks = [self.references(g)[keep:] for g in range(len(self.blocks))]
+        del self.keys[keep:]
+        for run in self.blocks:
+            del run[keep:]
+        self.tail = []
+        self.end = edge if keep else self.start
+        self.tokens = self.tokens[: TOKEN_BYTES * (self.end - self.start)]
+        return keys, blocks
+
     def detach(self) -> Node:
         """Leave the parent, which is returned."""
         assert self.parent is not None and not self.children

@@ -1,0 +1,198 @@
+"""The structure under the radix cache: nodes, their references into the pools, their order of use.
+
+It knows no requests, no keys' meaning and no window rule. Every method leaves references, locks,
+order and the op log agreeing with each other (radix_integrity.py says exactly how).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+
+from kvstore.keys import RootId
+from worker.engine.block_pool import BlockPool
+from worker.engine.messages import CacheOpKind
+from worker.engine.radix_node import (
+    TOKEN_BYTES,
+    Node,
+    RecencyList,
+    common_tokens,
+    root_node,
+    split_node,
+)
+from worker.engine.radix_ops import OpLog
+
+
+class RadixTree:
+    """One tree per chain root over the same pools. Unlocked nodes hold idle references, locked
+    ones busy references."""
+
+    def __init__(self, pools: Sequence[BlockPool], block_tokens: int) -> None:
+        self.pools = tuple(pools)
+        self.roots: dict[RootId, Node] = {}
+        self.recency = RecencyList()  # every unlocked node but the roots
+        self.log = OpLog(len(self.pools))
+        self.version = 0  # changes whenever an earlier match may have become wrong
+        self._size = block_tokens
+
+    def root(self, root_id: RootId) -> Node:
+        """The root node, made if it is not there."""
+        return self.roots.setdefault(root_id, root_node(len(self.pools)))
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node but the roots, parents first."""
+        stack = [node for root in self.roots.values() for node in root.children.values()]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def walk(
+        self, root: Node, query: bytes, end: int, marks: dict[int, bytes]
+    ) -> tuple[list[Node], int]:
+        """The nodes along the first `end` tokens of `query`, the root first, and how many tokens
+        match. The last node may match in part. Mutates nothing."""
+        path, position, borders = [root], 0, [*sorted(marks), end]
+        children = root.children
+        while position < end:
+            label = query[TOKEN_BYTES * position : TOKEN_BYTES * position + TOKEN_BYTES]
+            mark = marks.get(position)
+            child = children.get(label if mark is None else mark + label)
+            if child is None:
+                break
+            # A node made by another chain may run past this chain's next mark; we may not.
+            stop = min(child.end, borders[bisect_right(borders, position)])
+            path.append(child)
+            position += common_tokens(query, position, child.tokens, stop - position)
+            if position < child.end:
+                break
+            children = child.children
+        return path, position
+
+    def split(self, node: Node, at: int) -> Node:
+        """Cut `node` at token `at`; returns the upper half, `node` stays the lower one."""
+        upper = split_node(node, at, self._size)
+        for g, block in enumerate(upper.tail):
+            self._retain(upper, g, [block])
+        if node.locks == 0:
+            self.recency.insert_above(upper, node)
+        return upper
+
+    def append(self, node: Node, piece: Node, mark: bytes | None) -> Node:
+        """Adopt `piece` (holding nothing yet) below `node`: as its continuation in place if it is
+        an unlocked leaf that ends on a block edge, else as a child. Returns where the piece is.
+
+        The caller touches the path afterwards.
+        """
+        self.version += 1
+        for g, pool in enumerate(self.pools):
+            pool.retain_idle(piece.references(g))
+            self.log.record(CacheOpKind.STORED, g, piece.keys, piece.blocks[g])
+        leaf = not node.children and node.parent is not None
+        if leaf and node.locks == 0 and mark is None and not node.tail:
+            node.extend(piece)
+            return node
+        piece.attach(node, (mark or b"") + piece.tokens[:TOKEN_BYTES])
+        self.recency.push(piece)
+        for g in range(len(self.pools)):
+            self._share_tail(node, g, piece.first_block(g))
+        return piece
+
+    def fill(self, node: Node, group: int, blocks: Sequence[int]) -> None:
+        """Adopt blocks[i] (of block index i of the node's path) where `node` has none."""
+        first, run = node.start // self._size, node.blocks[group]
+        if -1 in run:
+            holes = [i for i, block in enumerate(run) if block < 0 <= blocks[first + i]]
+            for i in holes:
+                run[i] = blocks[first + i]
+            found = [run[i] for i in holes]
+            self._retain(node, group, found)
+            self.log.record(CacheOpKind.STORED, group, [node.keys[i] for i in holes], found)
+        if node.tail and node.tail[group] < 0:
+            node.tail[group] = blocks[node.end // self._size]
+            self._retain(node, group, [node.tail[group]])
+
+    def lock(self, node: Node) -> None:
+        """Keep `node` and its ancestors from being dropped."""
+        for above in upwards(node):
+            above.locks += 1
+            if above.locks == 1:
+                self.recency.remove(above)
+                for g, pool in enumerate(self.pools):
+                    pool.to_busy(above.references(g))
+
+    def unlock(self, node: Node) -> None:
+        """Undo one lock; nodes without any become the newest."""
+        for above in upwards(node):
+            assert above.locks > 0
+            above.locks -= 1
+            if above.locks == 0:
+                self.recency.push(above)
+                for g, pool in enumerate(self.pools):
+                    pool.to_idle(above.references(g))
+
+    def touch(self, node: Node) -> None:
+        """Make `node` and its ancestors the newest."""
+        for above in upwards(node):
+            if above.locks:
+                break  # and so are all further up: not in the list
+            self.recency.touch(above)
+
+    def drop(self, leaf: Node, count: int) -> None:
+        """Cut the last `count` blocks off an unlocked leaf; all of it if it has no more.
+
+        Each cut frees at most one block of a group, so a caller short of `count` cuts no more
+        than it needs.
+        """
+        assert not leaf.children and leaf.locks == 0 and count > 0
+        self.version += 1
+        edge = ((leaf.end - 1) // self._size + 1 - count) * self._size
+        keep = edge // self._size - leaf.start // self._size if edge > leaf.start else 0
+        heads = [leaf.first_block(g) for g in range(len(self.pools))]
+        keys, gone = leaf.cut(keep, edge)
+        for g, (pool, blocks) in enumerate(zip(self.pools, gone, strict=True)):
+            self.log.record(CacheOpKind.REMOVED, g, keys, blocks[: len(keys)])
+            pool.release_idle(blocks)
+        if keep == 0:
+            self.recency.remove(leaf)
+            self._inherit_tail(leaf.detach(), heads)
+
+    def _inherit_tail(self, parent: Node, heads: list[int]) -> None:
+        """A child with first blocks `heads` is gone: share another child's block instead."""
+        if not parent.tail or not parent.children:
+            return
+        sibling = next(iter(parent.children.values()))
+        for g, head in enumerate(heads):
+            if parent.tail[g] == head:
+                self._share_tail(parent, g, sibling.first_block(g))
+
+    def _share_tail(self, node: Node, group: int, block: int) -> None:
+        """Point the tail of `node`, and of ancestors that share it, at a descendant's `block`, if
+        that frees the block they have."""
+        if not node.tail or block < 0:
+            return
+        old, floor = node.tail[group], node.end - node.end % self._size
+        sharers = []
+        for above in upwards(node):
+            if above.end <= floor or above.tail[group] != old:
+                break
+            sharers.append(above)
+        pool = self.pools[group]
+        if old < 0 or old == block or pool.references(old) != len(sharers):
+            return
+        for above in sharers:
+            self._retain(above, group, [block])
+            above.tail[group] = block
+            (pool.release if above.locks else pool.release_idle)([old])
+
+    def _retain(self, node: Node, group: int, blocks: list[int]) -> None:
+        pool = self.pools[group]
+        (pool.retain if node.locks else pool.retain_idle)(blocks)
+
+
+def upwards(node: Node) -> Iterator[Node]:
+    """The node and its ancestors, without the root."""
+    above: Node | None = node
+    while above is not None and above.parent is not None:
+        yield above
+        above = above.parent
