@@ -34,7 +34,6 @@ def load_parts(config: ReplicaConfig) -> ReplicaParts:
     torch.set_num_threads(thread_count(config.threads))
     model = load_model(config)
     blocks = plan_blocks(config, model.spec)
-    model.allocate(blocks)
     clock = SystemClock()
     limits = EngineConfig(
         blocks=blocks,

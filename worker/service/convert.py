@@ -76,11 +76,6 @@ def _check_tokens(
         raise InvalidRequest("A stream with several choices cannot be resumed.")
 
 
-def _check_resumed(token_ids: tuple[int, ...], prompt_tokens: int, max_tokens: int) -> None:
-    if len(token_ids) - prompt_tokens >= max_tokens:
-        raise InvalidRequest("The resumed stream has emitted all of its tokens already.")
-
-
 def submitted(
     submit: internal_pb2.Submit, engine_id: str, roots: Roots, now_s: float
 ) -> EngineRequest:
@@ -99,7 +94,6 @@ def submitted(
     sampling = sampling_params(
         submit.sampling, submit.sampling.seed, submit.prompt_tokens, root.context_tokens
     )
-    _check_resumed(token_ids, submit.prompt_tokens, sampling.max_tokens)
     return EngineRequest(
         request_id=engine_id,
         token_ids=token_ids,
@@ -139,7 +133,6 @@ def ticketed(
         raise InvalidRequest("Sampling.seed differs from the ticket's.")
     _check_tokens(token_ids, ticket.prompt_tokens, given.n, root)
     sampling = sampling_params(given, ticket.seed, ticket.prompt_tokens, root.context_tokens)
-    _check_resumed(token_ids, ticket.prompt_tokens, sampling.max_tokens)
     return EngineRequest(
         request_id=engine_id,
         token_ids=token_ids,

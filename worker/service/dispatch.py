@@ -151,7 +151,10 @@ class FrameStream:
             entry = _Request(request.request_id, wire_id, self, credit, set())
             self._open[wire_id] = entry
             self._dispatcher.admit(entry)
-            self._engine.submit(request)
+            try:
+                self._engine.submit(request)
+            except BanyanError as error:  # it has stopped meanwhile
+                self.fail(wire_id, error)
 
     def cancel(self, wire_id: str) -> None:
         """Ask the engine to end a request; its last emission follows. Ignores unknown ids."""

@@ -7,12 +7,14 @@ asked to, starts over from a snapshot valid at the log's number of that moment.
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import reduce
 
 from banyan.v1 import internal_pb2
 from kvstore.keys import KEY_BYTES
-from worker.engine.messages import CacheOp
+from worker.engine.messages import CacheOp, CacheOpKind
 from worker.service.convert import block_ops
 
 PART_KEYS_MAX = 8192  # keys in one message: 128 KiB
@@ -40,14 +42,14 @@ def _parts(ops: Iterable[CacheOp], keys_max: int) -> list[list[CacheOp]]:
     return parts
 
 
+def xor(keys: Iterable[bytes]) -> int:
+    """All keys xored, as an integer."""
+    return reduce(operator.xor, (int.from_bytes(key, "little") for key in keys), 0)
+
+
 def digest_of(ops: Iterable[CacheOp]) -> int:
-    """Xor of the group-0 keys in `ops`, as an integer: what they change in the digest."""
-    value = 0
-    for op in ops:
-        if op.group == 0:
-            for key in op.keys:
-                value ^= int.from_bytes(key, "little")
-    return value
+    """Xor of the group-0 keys in `ops`: what they change in the digest."""
+    return xor(key for op in ops if op.group == 0 for key in op.keys)
 
 
 class EventLog:
@@ -68,8 +70,9 @@ class EventLog:
         self._kept: deque[tuple[internal_pb2.EventBatch, int]] = deque()
         self._kept_keys = 0
         self._digest = 0
+        self._snapshot_keys: set[bytes] | None = None  # of group 0, until `append` settles it
         self.seq = 0  # of the newest batch
-        self.digest_repairs = 0  # snapshots that contradicted the running digest
+        self.digest_repairs = 0  # times the cache's content contradicted its events
 
     @property
     def digest(self) -> bytes:
@@ -88,10 +91,28 @@ class EventLog:
         for part in _parts(ops, self._part_keys_max):
             self._digest ^= digest_of(part)
             self._keep(part, b"")
+        if self._snapshot_keys is not None:
+            self._settle(self._snapshot_keys, ops)
 
     def mark(self) -> None:
-        """Append an empty batch that carries the digest, so that a silent loss is noticed."""
-        self._keep([], self.digest)
+        """Append an empty batch that carries the digest, so that a silent loss is noticed.
+
+        No digest while a snapshot is ahead of the events: it would be wrong for one side.
+        """
+        self._keep([], b"" if self._snapshot_keys is not None else self.digest)
+
+    def _settle(self, held: set[bytes], ops: Sequence[CacheOp]) -> None:
+        """The first events after a snapshot may repeat what it holds; with them both agree, or the
+        running digest is wrong and set right."""
+        for op in ops:
+            if op.group == 0:
+                change = held.update if op.kind is CacheOpKind.STORED else held.difference_update
+                change(op.keys)
+        self._snapshot_keys = None
+        truth = xor(held)
+        if truth != self._digest:
+            self._digest = truth
+            self.digest_repairs += 1
 
     def _keep(self, part: list[CacheOp], digest: bytes) -> None:
         self.seq += 1
@@ -118,17 +139,17 @@ class EventLog:
     def snapshot(self, ops: Sequence[CacheOp]) -> list[internal_pb2.EventBatch]:
         """`ops` (STORED of all that is cached now) as parts valid at `seq`, the last one marked.
 
-        A snapshot is the truth: should the running digest disagree, it is set right and counted.
+        The cache may be ahead of the events by what the next step's output will tell: such events
+        apply to the snapshot again without harm.
         """
-        truth = digest_of(ops)
-        if truth != self._digest:
-            self._digest = truth
-            self.digest_repairs += 1
+        digest = digest_of(ops)
+        if digest != self._digest:
+            self._snapshot_keys = {key for op in ops if op.group == 0 for key in op.keys}
         parts = [self._batch(part, self.seq, b"") for part in _parts(ops, self._part_keys_max)]
         for part in parts:
             part.snapshot = True
         parts[-1].snapshot_last = True
-        parts[-1].digest = self.digest
+        parts[-1].digest = digest.to_bytes(KEY_BYTES, "little")
         return parts
 
 
