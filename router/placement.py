@@ -120,3 +120,8 @@ class Core(Protocol):
     def state(self) -> list[api_pb2.ReplicaState]:
         """Replica states for ClusterState."""
         ...
+
+    @property
+    def index_blocks(self) -> int:
+        """Distinct blocks the index knows of."""
+        ...

@@ -1,1 +1,1 @@
-"""The gRPC side of the router: asyncio, sockets and streams around the synchronous core."""
+"""The router's gRPC side: clients on one port, replicas on the other, one event loop for both."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ STOPS = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=4)
 
 def cut_up(text: str, cuts: Iterable[int]) -> list[str]:
     edges = [0, *sorted({cut % (len(text) + 1) for cut in cuts}), len(text)]
-    return [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [text[a:b] for a, b in itertools.pairwise(edges)]
 
 
 def first_match(text: str, stops: list[str]) -> tuple[str, str]:

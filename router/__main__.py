@@ -1,0 +1,109 @@
+"""`python -m router --config FILE.json`: one router process, from its configuration to its end."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # errors reach us as such; its own prose does not
+
+import uvloop
+
+from router.config import RouterConfig
+from router.core import RouterCore
+from router.service import logs
+from router.service.server import RouterServer
+from seams.clock import SystemClock
+from seams.errors import LaunchError
+from seams.rng import SystemRng
+
+SECRET_BYTES_MIN = 16
+STOP_GRACE_S = 20.0  # under the 30 s that Kubernetes gives by default
+
+
+def read_config(path: Path) -> RouterConfig:
+    """The configuration in a JSON file. Raises LaunchError."""
+    try:
+        given = json.loads(path.read_text())
+    except (OSError, ValueError):
+        raise LaunchError(f"The configuration {path} cannot be read as JSON.") from None
+    if not isinstance(given, dict):
+        raise LaunchError(f"The configuration {path} is not a JSON object.")
+    unknown = sorted(given.keys() - {field.name for field in fields(RouterConfig)})
+    if unknown:
+        raise LaunchError(f"The configuration has an unknown field: {unknown[0]}.")
+    try:
+        return RouterConfig(**given)
+    except TypeError:
+        raise LaunchError("The configuration lacks router or secret_file.") from None
+
+
+def read_secret(path: Path) -> bytes:
+    """The cluster secret, hexadecimal in its file. Raises LaunchError."""
+    try:
+        secret = bytes.fromhex(path.read_text().strip())
+    except (OSError, ValueError):
+        raise LaunchError(f"The cluster secret {path} cannot be read.") from None
+    if len(secret) < SECRET_BYTES_MIN:
+        raise LaunchError(f"The cluster secret is shorter than {SECRET_BYTES_MIN} bytes.")
+    return secret
+
+
+def write_ready(path: Path, server: RouterServer) -> None:
+    """Say where the router listens; the file appears whole or not at all."""
+    where = {"listen": server.listen, "internal": server.internal, "pid": os.getpid()}
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_text(json.dumps(where) + "\n")
+    part.replace(path)
+
+
+async def serve(config: RouterConfig, secret: bytes) -> None:
+    """Run until SIGTERM or SIGINT; a second one does not wait for streams. Raises LaunchError."""
+    clock, rng = SystemClock(), SystemRng()
+    core = RouterCore(
+        clock, rng, lease_s=config.lease_ms / 1000, decisions_kept=config.decisions_kept
+    )
+    server = RouterServer(config, secret, core, clock, rng)
+    loop, signals = asyncio.get_running_loop(), asyncio.Queue[int]()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signals.put_nowait, number)
+    await server.start()
+    if config.ready_file:
+        write_ready(Path(config.ready_file), server)
+    logs.note(logging.INFO, "listening", listen=server.listen, internal=server.internal)
+    await signals.get()
+    stopping = asyncio.create_task(server.stop(STOP_GRACE_S))
+    again = asyncio.create_task(signals.get())
+    await asyncio.wait({stopping, again}, return_when=asyncio.FIRST_COMPLETED)
+    again.cancel()
+    if stopping.done():
+        stopping.result()
+
+
+def main() -> int:
+    """0 after an orderly stop, 1 if it could not start; then stderr says why in one sentence."""
+    parser = argparse.ArgumentParser(prog="python -m router", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="JSON with RouterConfig fields")
+    parser.add_argument(
+        "--log-level", default="info", choices=["debug", "info", "warning", "error"]
+    )
+    arguments = parser.parse_args()
+    logs.set_up(arguments.log_level)
+    try:
+        config = read_config(arguments.config)
+        uvloop.run(serve(config, read_secret(Path(config.secret_file))))
+    except (LaunchError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

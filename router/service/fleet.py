@@ -1,0 +1,319 @@
+"""The Fleet service: replicas attach here, and report here what their caches hold.
+
+It proves peers, keeps one session per replica and its Execute stream, and passes facts on to the
+core. Which replica serves what is the core's decision.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from banyan.v1 import internal_pb2, internal_pb2_grpc
+from router.config import RouterConfig
+from router.placement import Core, ModelEntry
+from router.service.executors import SESSION_KEY, Executor
+from router.service.logs import note
+from router.service.requests import Served
+from router.service.status import EOF, Context, abort, as_status, metadata_of
+from router.service.textcache import TextCache
+from seams.clock import Clock
+from seams.errors import BanyanError, Incompatible, NoReplica, ReplicaLost, Unauthenticated
+from seams.limits import check_message
+from seams.proof import NONCE_BYTES, matches, replica_proof, router_proof, session_token
+from seams.rng import Rng
+
+HANDSHAKE_S_MAX = 10.0
+MODELS_KNOWN_MAX = 1024
+KNOWN_S = 600.0  # a model without a replica is awaited for so long, then it is unknown
+
+
+@dataclass(eq=False)
+class Session:
+    """One proven Attach stream. The newest of a replica is the one in force."""
+
+    tokens: dict[str, str]  # by purpose: execute, events, textfiles
+    hello: internal_pb2.Hello
+    executor: Executor | None = None
+    open: bool = True
+    gone: bool = False  # its lease is over; running streams are judged by their own Execute stream
+
+
+class Fleet(internal_pb2_grpc.FleetServicer):
+    """All replicas of this router. Lives on one event loop."""
+
+    def __init__(
+        self, config: RouterConfig, secret: bytes, core: Core, clock: Clock, rng: Rng
+    ) -> None:
+        self.texts = TextCache()
+        self._config = config
+        self._secret = secret
+        self._core = core
+        self._clock = clock
+        self._rng = rng
+        self._sessions: dict[str, Session] = {}  # by replica
+        self._known: dict[str, tuple[ModelEntry, float]] = {}  # as served last, and when
+        self._changed = asyncio.Event()
+        self._closing = False
+
+    # ---- what the client side asks ---------------------------------------------------------------
+
+    def epoch(self, replica: str) -> int | None:
+        """The epoch in force of a replica, None if it is unknown."""
+        session = self._sessions.get(replica)
+        return None if session is None else session.hello.epoch
+
+    def numeric_class(self, replica: str) -> str:
+        """Of an attached replica; "" if it is unknown."""
+        session = self._sessions.get(replica)
+        return "" if session is None else session.hello.numeric_class
+
+    def executor(self, replica: str, epoch: int) -> Executor | None:
+        """The way to a replica's epoch, dialled anew if it broke; None if it is not there."""
+        session = self._sessions.get(replica)
+        if session is None or session.hello.epoch != epoch or self._closing:
+            return None
+        if session.executor is None or session.executor.broken:
+            session.executor = Executor(
+                replica, epoch, session.hello.address, session.tokens["execute"], self._clock
+            )
+        return session.executor
+
+    def served(self, name: str) -> Served | None:
+        """A model by name, as served now or until lately; None if nobody knows it."""
+        known = self._known.get(name)
+        return None if known is None else Served(known[0], self.texts.get(known[0].served))
+
+    def model_names(self) -> list[str]:
+        """The models served now; if there are none, those served until lately."""
+        return list(self._core.models() or self._known)
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas have a session."""
+        return len(self._sessions)
+
+    async def change(self, wait_s: float) -> bool:
+        """Wait until something about the fleet may have changed; False after `wait_s`."""
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def tick(self) -> None:
+        """Let leases run out. Streams of a gone replica end if it is silent on them as well."""
+        lease_s = self._config.lease_ms / 1000
+        for replica, epoch in self._core.tick():
+            note(logging.WARNING, "replica gone", replica=replica, epoch=epoch)
+            session = self._sessions.get(replica)
+            if session is not None and session.hello.epoch == epoch:
+                session.gone, session.open = True, False
+        for replica, session in list(self._sessions.items()):
+            executor = session.executor
+            silent = executor is None or executor.broken or executor.silent_s > lease_s
+            if session.gone and silent:
+                self._drop(session, ReplicaLost("The replica was lost."))
+                del self._sessions[replica]
+        self._remember_models()
+        self._tell()
+
+    def _remember_models(self) -> None:
+        now_s = self._clock.now()
+        for name, entry in self._core.models().items():
+            self._known.pop(name, None)
+            self._known[name] = (entry, now_s)
+        for name, (_, seen_s) in list(self._known.items()):
+            if now_s - seen_s > KNOWN_S or len(self._known) > MODELS_KNOWN_MAX:
+                del self._known[name]
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    @staticmethod
+    def _drop(session: Session, error: BanyanError) -> None:
+        session.open = False
+        if session.executor is not None:
+            session.executor.close(error)
+
+    async def close(self) -> None:
+        """Break every Execute stream; nothing can be placed afterwards."""
+        self._closing = True
+        sessions = list(self._sessions.values())
+        for session in sessions:
+            self._drop(session, ReplicaLost("The router is stopping."))
+        for session in sessions:
+            if session.executor is not None:
+                await session.executor.closed()
+
+    # ---- Attach ----------------------------------------------------------------------------------
+
+    async def Attach(self, _: AsyncIterator[internal_pb2.AttachUp], context: Context) -> None:
+        """One replica's link, from its greeting until it breaks."""
+        try:
+            async with asyncio.timeout(HANDSHAKE_S_MAX):
+                tokens = await self._prove(context)
+                hello = await self._read_hello(context)
+                session = await self._greet(hello, tokens, context)
+        except BanyanError as error:
+            note(logging.WARNING, "replica refused", reason=error.message)
+            await _write(context, refusal=as_status(error))
+            return
+        except (TimeoutError, grpc.RpcError):
+            await abort(context, NoReplica("The replica did not complete its hello."))
+        try:
+            await self._stay(session, context)
+        except BanyanError as error:
+            note(logging.WARNING, "replica refused", reason=error.message)
+            await _write(context, refusal=as_status(error))
+        finally:
+            self._link_lost(session)
+
+    async def _prove(self, context: Context) -> dict[str, str]:
+        """Both sides prove the cluster secret; returns the session's tokens."""
+        up = await _read(context, "greeting")
+        theirs = up.greeting.nonce
+        if len(theirs) != NONCE_BYTES:
+            raise Unauthenticated("The greeting's nonce has a wrong length.")
+        ours = self._rng.bits(8 * NONCE_BYTES).to_bytes(NONCE_BYTES, "little")
+        proof = router_proof(self._secret, theirs, ours)
+        await _write(context, challenge=internal_pb2.Challenge(nonce=ours, proof=proof))
+        up = await _read(context, "proof")
+        if not matches(replica_proof(self._secret, theirs, ours), up.proof.proof):
+            raise Unauthenticated("The replica does not know the cluster secret.")
+        purposes = ("execute", "events", "textfiles")
+        return {p: session_token(self._secret, p, theirs, ours) for p in purposes}
+
+    async def _read_hello(self, context: Context) -> internal_pb2.Hello:
+        hello: internal_pb2.Hello = (await _read(context, "hello")).hello
+        if not hello.replica or not hello.address:
+            raise Incompatible("The hello names no replica or no address.")
+        return hello
+
+    async def _greet(
+        self, hello: internal_pb2.Hello, tokens: dict[str, str], context: Context
+    ) -> Session:
+        await self._take_hello(hello, tokens)
+        session = self._install(hello, tokens)
+        config = self._config
+        welcome = internal_pb2.Welcome(
+            router=config.router, heartbeat_ms=config.heartbeat_ms, lease_ms=config.lease_ms
+        )
+        try:
+            await _write(context, welcome=welcome)
+        except BaseException:
+            self._link_lost(session)
+            raise
+        return session
+
+    async def _take_hello(self, hello: internal_pb2.Hello, tokens: dict[str, str]) -> None:
+        """Fetch the text sides, then let the core judge: from then on requests may come."""
+        for served in hello.models:
+            await self.texts.ensure(served, hello.address, tokens["textfiles"])
+        for replica in self._core.attach(hello):
+            note(logging.INFO, "older epoch void", replica=replica)
+        self._remember_models()
+
+    def _install(self, hello: internal_pb2.Hello, tokens: dict[str, str]) -> Session:
+        """Make the session the one in force. Streams of the same epoch go on where they are."""
+        session = Session(tokens, hello)
+        before = self._sessions.get(hello.replica)
+        if before is not None:
+            before.open = False
+            if before.hello.epoch == hello.epoch:
+                session.executor = before.executor
+            else:
+                self._drop(before, ReplicaLost("The replica was restarted."))
+        self._sessions[hello.replica] = session
+        note(logging.INFO, "replica attached", replica=hello.replica, epoch=hello.epoch)
+        self.executor(hello.replica, hello.epoch)  # dialled before the first request needs it
+        self._tell()
+        return session
+
+    async def _stay(self, session: Session, context: Context) -> None:
+        hello = session.hello
+        silence_s = max(1.0, 2 * self._config.lease_ms / 1000)
+        try:
+            while session.open:
+                async with asyncio.timeout(silence_s):
+                    up = await context.read()
+                if up is EOF:
+                    return
+                check_message(up)
+                if up.HasField("heartbeat"):
+                    self._core.heartbeat(hello.replica, hello.epoch, up.heartbeat)
+                elif up.HasField("hello"):
+                    await self._hello_again(session, up.hello)
+        except TimeoutError:
+            note(logging.WARNING, "replica silent", replica=hello.replica, epoch=hello.epoch)
+
+    async def _hello_again(self, session: Session, hello: internal_pb2.Hello) -> None:
+        """The served models changed; who it is must not."""
+        known = session.hello
+        if (hello.replica, hello.epoch, hello.address) != (
+            known.replica,
+            known.epoch,
+            known.address,
+        ):
+            raise Incompatible("A later hello names another replica, epoch or address.")
+        await self._take_hello(hello, session.tokens)
+        session.hello = hello
+        self._tell()
+
+    def _link_lost(self, session: Session) -> None:
+        hello, session.open = session.hello, False
+        if self._sessions.get(hello.replica) is session:
+            note(logging.INFO, "replica link lost", replica=hello.replica, epoch=hello.epoch)
+            self._core.link_lost(hello.replica, hello.epoch)
+            self._tell()
+
+    # ---- Events ----------------------------------------------------------------------------------
+
+    async def Events(self, _: AsyncIterator[internal_pb2.EventBatch], context: Context) -> None:
+        """What an attached replica's cache gained and lost, in order."""
+        session = self._session_of(metadata_of(context, SESSION_KEY))
+        if session is None:
+            await abort(context, Unauthenticated("This stream belongs to no attached session."))
+        hello = session.hello
+        while session.open:
+            batch = await context.read()
+            if batch is EOF:
+                return
+            try:
+                check_message(batch)
+                if (batch.replica, batch.epoch) != (hello.replica, hello.epoch):
+                    raise Incompatible("The events name another replica than the session.")
+            except BanyanError as error:
+                await abort(context, error)
+            if self._core.events(batch):
+                await context.write(internal_pb2.EventControl(want_snapshot=True))
+
+    def _session_of(self, token: str) -> Session | None:
+        found = None
+        for session in self._sessions.values():
+            if matches(session.tokens["events"], token) and session.open:
+                found = session
+        return found
+
+
+async def _read(context: Context, wanted: str) -> internal_pb2.AttachUp:
+    up = await context.read()
+    if up is EOF:
+        raise Incompatible("The replica ended its hello early.")
+    assert isinstance(up, internal_pb2.AttachUp)
+    check_message(up)
+    if up.WhichOneof("message") != wanted:
+        raise Incompatible(f"The replica's hello is out of order: {wanted} was due.")
+    return up
+
+
+async def _write(context: Context, **message: Any) -> None:
+    await context.write(internal_pb2.AttachDown(**message))

@@ -1,0 +1,51 @@
+"""Who is calling: API key -> tenant and its salt. Knows no request and no replica."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvstore.keys import tenant_salt
+from seams.errors import Unauthenticated
+from seams.proof import matches
+
+DEFAULT_TENANT = "default"
+_SCHEME = "bearer "
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """`salt` keeps this tenant's key chains apart from all others'; it never leaves the cluster."""
+
+    name: str
+    salt: bytes
+
+
+class Tenants:
+    """`api_keys` maps key -> tenant name. Without keys everyone is the tenant "default"."""
+
+    def __init__(self, api_keys: Mapping[str, str], cluster_secret: bytes) -> None:
+        names = set(api_keys.values()) or {DEFAULT_TENANT}
+        self._tenants = {name: Tenant(name, tenant_salt(cluster_secret, name)) for name in names}
+        self._keys = [(_digest(key), name) for key, name in api_keys.items()]
+
+    def identify(self, authorization: str) -> Tenant:
+        """The tenant of a call with this `authorization` metadata ("" = none).
+
+        Takes equally long for every key, right or wrong. Raises Unauthenticated.
+        """
+        if not self._keys:
+            return self._tenants[DEFAULT_TENANT]
+        scheme, given = authorization[: len(_SCHEME)], authorization[len(_SCHEME) :]
+        digest, found = _digest(given.strip()), ""
+        for known, name in self._keys:
+            if matches(known, digest):
+                found = name
+        if scheme.lower() != _SCHEME or not found:
+            raise Unauthenticated("This cluster needs a valid API key.")
+        return self._tenants[found]
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
