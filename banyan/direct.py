@@ -42,10 +42,9 @@ class DirectStream:
         self._pick = pick
         sampling = request.sampling
         emitted = request.resume.token_ids
-        self._prompt_tokens = len(pick.token_ids)
-        if emitted and list(pick.token_ids[-len(emitted) :]) == list(emitted):
-            self._prompt_tokens = pick.decision.prompt_tokens or self._prompt_tokens
-        context = () if request.HasField("chat") else tuple(pick.token_ids)
+        self._prompt_tokens = pick.decision.prompt_tokens
+        prompt = pick.token_ids[: self._prompt_tokens]  # the ids emitted so far follow it
+        context = () if request.HasField("chat") else tuple(prompt)
         self._texts = [
             ChoiceText(model.detokenizer(context)) if model is not None else None
             for _ in range(max(1, sampling.n))

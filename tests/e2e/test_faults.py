@@ -1,0 +1,117 @@
+"""One process is killed while streams run: no stream is lost, no token doubled or missing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from e2e_text import SYSTEM, tie_or_equal
+
+from banyan import Client
+from banyan.events import Collector, Completion, Delta
+
+pytestmark = pytest.mark.timeout(280)
+STREAMS = 6
+TOKENS = 48
+
+
+def ask(client: Client, index: int, progress: threading.Semaphore | None = None) -> Completion:
+    """One greedy answer with the logprobs that tell a tie; releases `progress` at token 4."""
+    prompt = f"{SYSTEM}\n\nStory number {index}: once upon a time"
+    collector = Collector(1)
+    for event in client.generate(prompt, max_tokens=TOKENS, ignore_eos=True, logprobs=2):
+        collector.add(event)
+        if isinstance(event, Delta) and event.position == 4 and progress is not None:
+            progress.release()
+    return collector.completion()
+
+
+def states(client: Client) -> dict[str, tuple[str, int]]:
+    return {r.replica: (r.state, r.epoch) for r in client.cluster_state().replicas}
+
+
+def wait_for(true: Any, limit_s: float) -> float:
+    """Seconds until `true()`."""
+    began = time.monotonic()
+    while not true():
+        assert time.monotonic() - began < limit_s
+        time.sleep(0.02)
+    return time.monotonic() - began
+
+
+def test_killed_replica(cluster) -> None:
+    with Client(cluster.record.addresses[0], timeout_s=200) as client:
+        undisturbed = [ask(client, i) for i in range(STREAMS)]
+        before = {r.replica: r for r in client.cluster_state().replicas}
+        begun = threading.Semaphore(0)
+        with ThreadPoolExecutor(STREAMS) as pool:
+            answers = [pool.submit(ask, client, i, begun) for i in range(STREAMS)]
+            for _ in range(STREAMS):
+                assert begun.acquire(timeout=120)
+            running = {name: state.running for name, state in states_of(client).items()}
+            victim = max(running, key=running.__getitem__)
+            assert running[victim] > 0
+            cluster.replica_process(before[victim].address).send_signal(signal.SIGKILL)
+            old = ("ready", before[victim].epoch)
+            dropped_s = wait_for(lambda: states(client).get(victim) != old, 5)
+            finished = [answer.result() for answer in answers]
+        for whole, disturbed in zip(undisturbed, finished, strict=True):
+            assert len(disturbed.token_ids) == TOKENS
+            tie_or_equal(whole, disturbed)
+        moved = sum(answer.usage.moves for answer in finished)
+        assert moved >= 1
+        again_s = wait_for(lambda: states(client).get(victim, ("", 0))[0] == "ready", 120)
+        assert states(client)[victim][1] > before[victim].epoch
+        with Client(cluster.record.addresses[1], timeout_s=60) as other:
+            wait_for(lambda: states(other).get(victim) == states(client)[victim], 30)
+        print(f"dropped after {dropped_s:.2f} s, {moved} moved, back after {again_s:.1f} s more")
+
+
+def states_of(client: Client) -> dict[str, Any]:
+    return {r.replica: r for r in client.cluster_state().replicas}
+
+
+def test_killed_replica_under_a_direct_stream(cluster) -> None:
+    with Client(cluster.record.addresses, timeout_s=200) as client:
+        prompt = f"{SYSTEM}\n\nA direct story: once upon a time"
+        options: dict[str, Any] = {"max_tokens": TOKENS, "ignore_eos": True, "logprobs": 2}
+        whole = client.complete(prompt, **options)
+        collector, killed = Collector(1), ""
+        with client.generate(prompt, direct=True, **options) as stream:
+            for event in stream:
+                collector.add(event)
+                if isinstance(event, Delta) and event.position >= 5 and not killed:
+                    assert stream.progress.started is not None
+                    killed = stream.progress.started.replica
+                    address = states_of(client)[killed].address
+                    cluster.replica_process(address).send_signal(signal.SIGKILL)
+        answer = collector.completion()
+        assert len(answer.token_ids) == TOKENS and answer.resumes == 1
+        assert answer.replica != killed
+        tie_or_equal(whole, answer)
+        wait_for(lambda: states(client).get(killed, ("", 0))[0] == "ready", 120)
+
+
+def test_killed_router(cluster) -> None:
+    """The last test of the session: this router is not started again."""
+    addresses = cluster.record.addresses
+    with Client(addresses, timeout_s=200) as client:
+        undisturbed = [ask(client, 100 + i) for i in range(3)]
+    with Client(addresses, timeout_s=200) as client, ThreadPoolExecutor(3) as pool:
+        begun = threading.Semaphore(0)
+        answers = [pool.submit(ask, client, 100 + i, begun) for i in range(3)]
+        for _ in range(3):
+            assert begun.acquire(timeout=120)
+        os.kill(cluster.record.routers[0].process.pid, signal.SIGKILL)
+        finished = [answer.result() for answer in answers]
+        for whole, disturbed in zip(undisturbed, finished, strict=True):
+            tie_or_equal(whole, disturbed)
+        assert [answer.resumes for answer in finished] == [1, 1, 1]
+        assert client.cluster_state().router == "router-1"
+    shown = cluster.banyan("status")
+    assert shown.returncode == 0 and "gone" in shown.stdout
