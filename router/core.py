@@ -307,15 +307,14 @@ class RouterCore:
     def _learn(self, replica: Replica, booking: Booking, observed: Observed) -> None:
         estimates = replica.estimates
         estimates.learn_prefill(observed.computed_tokens, observed.prefill_s, booking.queued_s)
-        steps = observed.decode_tokens / booking.choices
-        if steps < 1:
+        if observed.decode_tokens < 1:
             return
         if observed.decode_s > 0 and not replica.work.reported.step_s:
             batch = replica.work.sequences + replica.work.foreign_sequences
-            estimates.learn_step(observed.decode_s / steps, batch)
+            estimates.learn_step(observed.decode_s / observed.decode_tokens, batch)
         if booking.model not in self._outputs:
             self._outputs[booking.model] = LogEwma(OUTPUT_TOKENS_PRIOR)
-        self._outputs[booking.model].add(steps + 1)
+        self._outputs[booking.model].add(float(observed.decode_tokens + 1))
 
     def failed(self, request_id: str) -> None:
         """See Core. Ignored for requests that are not booked (any more)."""

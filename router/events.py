@@ -23,8 +23,9 @@ from router.provisional import Provisional
 HELD_BATCHES_MAX = 4096
 HELD_BYTES_MAX = 64 * 1024 * 1024
 ASK_AGAIN_S = 1.0  # without a part of the snapshot that was asked for
-HOLDOFF_S = 0.25  # doubles with every wrong digest in a row: a lasting difference must not
-HOLDOFF_S_MAX = 60.0  # become a stream of snapshots
+HOLDOFF_S = 0.25  # between requests after wrong digests in a row; a lasting difference must not
+HOLDOFF_DOUBLES_AFTER = 12  # become a stream of snapshots, a bad line must not delay the truth
+HOLDOFF_S_MAX = 60.0
 DISTRUSTED_MAX = 3  # snapshots in a row that may be refused for their digest
 
 
@@ -136,10 +137,10 @@ class BlockStream:
         return False
 
     def _distrust(self, now_s: float) -> None:
-        """The view is wrong: want a snapshot, at once the first time, ever later if it recurs."""
+        """The view is wrong: want a snapshot, at once the first time, later and later if it recurs."""
         if self._wrong_in_a_row:
-            delay_s = min(HOLDOFF_S * 2 ** min(self._wrong_in_a_row - 1, 16), HOLDOFF_S_MAX)
-            self._ask_at_s = now_s + delay_s
+            doublings = min(max(0, self._wrong_in_a_row - HOLDOFF_DOUBLES_AFTER), 16)
+            self._ask_at_s = now_s + min(HOLDOFF_S * 2**doublings, HOLDOFF_S_MAX)
         self._wrong_in_a_row += 1
         self.want = Want.DIGEST
 
