@@ -15,6 +15,9 @@ from banyan.v1 import common_pb2, internal_pb2, internal_pb2_grpc
 from kvstore.keys import tokens_u32le
 from seams.proof import matches, replica_proof, router_proof, seal, session_token, token_digest
 
+StartReplica = Callable[..., Any]
+"""start(blocks=256, **ReplicaConfig fields) -> Replica, listening and linked to the router."""
+
 SECRET = bytes(range(32))
 WAIT_S = 20.0
 

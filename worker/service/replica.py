@@ -212,8 +212,8 @@ class Replica:
     async def _watch(self, watch: ProgressWatch) -> None:
         """Readiness follows progress (and draining); liveness is this loop answering at all."""
         while True:
-            steps = self._parts.engine.load().steps
-            stalled = watch.stalled(steps, self._dispatcher.pending)
+            load = self._parts.engine.load()
+            stalled = load.stalled or watch.stalled(load.steps, self._dispatcher.pending)
             if stalled != self._stalled:
                 self._stalled = stalled
                 log.warning("the engine %s", "is stalled" if stalled else "is stepping again")
