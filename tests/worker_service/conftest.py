@@ -38,11 +38,11 @@ def cores() -> list[EngineCore]:
     return []
 
 
-def parts(blocks: int, cores: list[EngineCore]) -> ReplicaParts:
+def parts(blocks: int, text_files: dict[str, bytes], cores: list[EngineCore]) -> ReplicaParts:
     model, clock = fake_model("full"), SystemClock()
     limits = EngineConfig(blocks=(blocks,), poison_freed=True)
     cores.append(EngineCore(model, limits, clock))
-    return ReplicaParts(ThreadEngine(cores[-1]), model.spec, (blocks,), {}, clock)
+    return ReplicaParts(ThreadEngine(cores[-1]), model.spec, (blocks,), text_files, clock)
 
 
 @pytest.fixture
@@ -51,7 +51,9 @@ def start_replica(
 ) -> Iterator[StartReplica]:
     started: list[Replica] = []
 
-    def start(*, blocks: int = 256, **fields: Any) -> Replica:
+    def start(
+        *, blocks: int = 256, text_files: dict[str, bytes] | None = None, **fields: Any
+    ) -> Replica:
         given = {
             "replica": "replica-0",
             "model": "fake:full",
@@ -60,7 +62,7 @@ def start_replica(
             "secret_file": str(secret_file),
             "threads": 1,
         } | fields
-        replica = Replica(ReplicaConfig(**given), parts(blocks, cores), SECRET)
+        replica = Replica(ReplicaConfig(**given), parts(blocks, text_files or {}, cores), SECRET)
         replica.start()
         started.append(replica)
         return replica
