@@ -46,7 +46,7 @@ class FakeRouter(internal_pb2_grpc.FleetServicer):
         self.attempts = 0
         self.events_streams = 0
         self.nonces: list[tuple[bytes, bytes]] = []
-        self._controls: queue.Queue[internal_pb2.EventControl] = queue.Queue()
+        self._controls: queue.Queue[internal_pb2.EventControl | None] = queue.Queue()
         self._server = grpc.server(
             futures.ThreadPoolExecutor(16), options=[("grpc.so_reuseport", 0)]
         )
@@ -100,9 +100,16 @@ class FakeRouter(internal_pb2_grpc.FleetServicer):
             threading.Thread(target=read, daemon=True).start()
         while context.is_active():
             try:
-                yield self._controls.get(timeout=0.05)
+                control = self._controls.get(timeout=0.05)
             except queue.Empty:
                 continue
+            if control is None:
+                context.abort(grpc.StatusCode.INTERNAL, "events end here")
+            yield control
+
+    def end_events(self) -> None:
+        """End the open Events stream with an error; Attach stays."""
+        self._controls.put(None)
 
     def want_snapshot(self) -> None:
         self._controls.put(internal_pb2.EventControl(want_snapshot=True))
