@@ -137,7 +137,7 @@ class BlockStream:
         return False
 
     def _distrust(self, now_s: float) -> None:
-        """The view is wrong: want a snapshot, at once the first time, later and later if it recurs."""
+        """The view is wrong: want a snapshot, at once or, if that recurs, after a while."""
         if self._wrong_in_a_row:
             doublings = min(max(0, self._wrong_in_a_row - HOLDOFF_DOUBLES_AFTER), 16)
             self._ask_at_s = now_s + min(HOLDOFF_S * 2**doublings, HOLDOFF_S_MAX)

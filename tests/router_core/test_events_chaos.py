@@ -43,7 +43,7 @@ PROMPTS = [
 
 
 class ModelReplica:
-    """Its truth is `cached`: block key -> parent key; its own word for what the router should see."""
+    """Its truth is `cached`, block key -> parent key: what the router should see."""
 
     def __init__(self, name: str, draw: random.Random, network: MemoryTransport) -> None:
         self.name, self.epoch = name, 0
@@ -83,7 +83,7 @@ class ModelReplica:
 
     def snapshot(self) -> None:
         keys = list(self.cached)
-        size = self._draw.randint(1, 12)
+        size = self._draw.randint(6, 40)
         parts = [keys[at : at + size] for at in range(0, len(keys), size)] or [[]]
         for at, part in enumerate(parts):
             last = at == len(parts) - 1
@@ -196,18 +196,17 @@ def run_seed(seed: int, steps: int) -> float:
             expected = min(depth * BLOCK, len(tokens) - 1)
             assert candidate.matched_tokens == expected, f"seed {seed}: {candidate.replica}"
     counts = world.core.event_counts()
-    assert counts["gaps"] and counts["ignored"] and counts["snapshots"] > 3, (
-        f"seed {seed}: no chaos"
-    )
+    trouble = counts["gaps"] + counts["digest_mismatches"]
+    assert trouble > 2 and counts["ignored"] > 5, f"seed {seed}: no chaos"
     return quiet_s
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(40))
 def test_views_become_true_after_quiet(seed: int) -> None:
     run_seed(seed, steps=400)
 
 
-@pytest.mark.soak()
+@pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_views_become_true_after_quiet_in_full() -> None:
     for seed in range(1000, 2000):
