@@ -28,16 +28,18 @@ FLOATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One decoder layer. Matrices are [out, in]; absent biases and norms are None."""
+    """One decoder layer. Matrices are [out, in]; absent biases and norms are None. Norms that read
+    the residual stream are float32, as the stream is; the rest has the model's dtype.
+    """
 
-    input_norm: torch.Tensor  # [hidden]
+    input_norm: torch.Tensor  # float32 [hidden]
     qkv: torch.Tensor  # [(Hq + 2 Hkv) * head_dim, hidden]
     qkv_bias: torch.Tensor | None
     query_norm: torch.Tensor | None  # [head_dim]
     key_norm: torch.Tensor | None
     output: torch.Tensor  # [hidden, Hq * head_dim]
     output_bias: torch.Tensor | None
-    mlp_norm: torch.Tensor  # [hidden]
+    mlp_norm: torch.Tensor  # float32 [hidden]
     gate_up: torch.Tensor  # [2 * intermediate, hidden]
     gate_up_bias: torch.Tensor | None
     down: torch.Tensor  # [hidden, intermediate]
@@ -50,7 +52,7 @@ class Weights:
 
     embedding: torch.Tensor  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
-    norm: torch.Tensor  # [hidden]
+    norm: torch.Tensor  # float32 [hidden]
     head: torch.Tensor  # [vocab, hidden]
 
 
@@ -164,11 +166,20 @@ class _Reader:
         self._bytes_done = 0
         self.used: set[str] = set()
 
-    def rows(self, parts: Sequence[tuple[str, int]], columns: int | None) -> torch.Tensor:
+    def norm(self, name: str, width: int) -> torch.Tensor:
+        """A norm of the residual stream: float32 [width]."""
+        return self.rows([(name, width)], None, torch.float32)
+
+    def rows(
+        self,
+        parts: Sequence[tuple[str, int]],
+        columns: int | None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
         """The tensors `name` [rows, columns] (or [rows]) one below the other, in a new tensor."""
         shape = [sum(rows for _, rows in parts)] + ([] if columns is None else [columns])
         try:
-            fused = torch.empty(shape, dtype=self._dtype, device=self._device)
+            fused = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
         except (RuntimeError, MemoryError):
             raise ModelLoadError("The device has no memory left for the model's weights.") from None
         first = 0
@@ -184,7 +195,7 @@ class _Reader:
         if source.dtype not in FLOATS:
             raise ModelLoadError(f"The tensor {name} is of a type that is not supported.")
         target.copy_(source)
-        if self._dtype is torch.float16 and source.dtype is not torch.float16:
+        if target.dtype is torch.float16 and source.dtype is not torch.float16:
             self._check_overflow(name, target)
         self.used.add(name)
         self._bytes_done += source.numel() * source.element_size()
@@ -210,7 +221,7 @@ def load_weights(
     reader = _Reader(checkpoint, dtype, device, progress)
     embedding = reader.rows([(EMBEDDING, config.vocab_tokens)], config.hidden)
     layers = tuple(_layer(reader, config, f"model.layers.{i}.") for i in range(config.layers))
-    norm = reader.rows([("model.norm.weight", config.hidden)], None)
+    norm = reader.norm("model.norm.weight", config.hidden)
     head = embedding
     if not config.tied:
         head = reader.rows([(HEAD, config.vocab_tokens)], config.hidden)
@@ -227,8 +238,8 @@ def _layer(reader: _Reader, config: ModelConfig, prefix: str) -> LayerWeights:
             return None
         return rows([(name.removesuffix("weight") + "bias", count) for name, count in parts], None)
 
-    def norm(name: str, width: int) -> torch.Tensor:
-        return rows([(f"{name}.weight", width)], None)
+    def head_norm(name: str) -> torch.Tensor | None:
+        return rows([(name, config.head_dim)], None) if config.qk_norm else None
 
     query, key = config.query_heads * config.head_dim, config.kv_heads * config.head_dim
     qkv = [(f"self_attn.{n}_proj.weight", r) for n, r in (("q", query), ("k", key), ("v", key))]
@@ -236,14 +247,14 @@ def _layer(reader: _Reader, config: ModelConfig, prefix: str) -> LayerWeights:
     gate_up = [(f"mlp.{n}_proj.weight", config.intermediate) for n in ("gate", "up")]
     down = [("mlp.down_proj.weight", config.hidden)]
     return LayerWeights(
-        input_norm=norm("input_layernorm", config.hidden),
+        input_norm=reader.norm(prefix + "input_layernorm.weight", config.hidden),
         qkv=rows(qkv, config.hidden),
         qkv_bias=bias(config.qkv_bias, qkv),
-        query_norm=norm("self_attn.q_norm", config.head_dim) if config.qk_norm else None,
-        key_norm=norm("self_attn.k_norm", config.head_dim) if config.qk_norm else None,
+        query_norm=head_norm("self_attn.q_norm.weight"),
+        key_norm=head_norm("self_attn.k_norm.weight"),
         output=rows(output, query),
         output_bias=bias(config.output_bias, output),
-        mlp_norm=norm("post_attention_layernorm", config.hidden),
+        mlp_norm=reader.norm(prefix + "post_attention_layernorm.weight", config.hidden),
         gate_up=rows(gate_up, config.hidden),
         gate_up_bias=bias(config.mlp_bias, gate_up),
         down=rows(down, config.intermediate),

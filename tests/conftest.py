@@ -1,0 +1,24 @@
+"""What every test may use: the real small model, found or fetched once per session."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """Folder of SmolLM2-135M-Instruct: $BANYAN_TEST_MODEL, else the cache, else fetched into it.
+
+    Never skips: without the model the tests that need it fail with the reason.
+    """
+    given = os.environ.get("BANYAN_TEST_MODEL")
+    if given:
+        folder = Path(given)
+        assert (folder / "config.json").is_file(), "BANYAN_TEST_MODEL holds no model"
+        return folder
+    from banyan.models import fetch_demo
+
+    return fetch_demo()

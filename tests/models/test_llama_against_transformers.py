@@ -1,0 +1,266 @@
+"""Our logits against transformers', in float32, through shuffled and poisoned pages.
+
+The yardstick is what transformers' own two attention paths (eager, sdpa) differ by on the same
+prompt: ours may differ from either by at most three times that. Where we decode token by token so
+does transformers, with its own cache, and what it then differs by from itself on the whole prompt
+counts too: a matrix times one row is rounded differently from a matrix times many, in any library.
+"""
+
+from __future__ import annotations
+
+import inspect
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_stepper import Stepper, run_chunked
+
+from worker.config import ReplicaConfig
+from worker.models.base import Model
+from worker.models.load import load_model
+
+TEXT = (
+    "A banyan is a fig that begins its life on another tree. Its seeds are spread by birds, and a "
+    "seedling sends roots down towards the ground; the old tree may be enclosed by them. In time "
+    "the aerial roots become trunks of their own, so that one tree covers several hectares: "
+    "def grove(trunks: int) -> str:\n    return 'one canopy' if trunks > 1 else 'a tree'\n"
+)
+PROMPT_TOKENS = (1, 9, 48, 83, 190)
+FACTOR = 3.0
+WHOLE = 1 << 20  # a chunk larger than any prompt
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BANYAN_HOME", str(tmp_path / "home"))
+
+
+def load(folder: Path, **fields: Any) -> Model:
+    fields = {"dtype": "fp32", "device": "cpu", **fields}
+    return load_model(ReplicaConfig("r0", str(folder), "model", (), "", **fields))
+
+
+def reference(folder: Path, path: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation=path, dtype=torch.float32
+    )
+    return model.eval()
+
+
+@torch.inference_mode()
+def reference_logits(model: Any, token_ids: list[int], chunk: int) -> torch.Tensor:
+    """[tokens, vocab], through transformers' cache where the chunk is shorter than the prompt."""
+    from transformers import DynamicCache
+
+    accepted = inspect.signature(type(model).forward).parameters
+    name = "cache" if "cache" in accepted else "past_key_values"  # its name before 5.24
+    cache = {name: DynamicCache(config=model.config)}
+    parts = [
+        model(torch.tensor([token_ids[first : first + chunk]]), use_cache=True, **cache).logits[0]
+        for first in range(0, len(token_ids), chunk)
+    ]
+    return torch.cat(parts)
+
+
+class Yardstick:
+    """transformers' logits per prompt, and what its two paths differ by."""
+
+    def __init__(self, folder: Path, prompts: list[list[int]]) -> None:
+        self.prompts = prompts
+        self._models = {path: reference(folder, path) for path in ("eager", "sdpa")}
+        self._known: dict[int, list[dict[str, torch.Tensor]]] = {}
+
+    def logits(self, chunk: int = WHOLE) -> list[dict[str, torch.Tensor]]:
+        """Per prompt and path."""
+        if chunk not in self._known:
+            self._known[chunk] = [
+                {path: reference_logits(model, p, chunk) for path, model in self._models.items()}
+                for p in self.prompts
+            ]
+        return self._known[chunk]
+
+    def allowed(self, number: int, chunk: int = WHOLE) -> float:
+        """FACTOR times the prompt's own difference; where that is 0, the largest of any."""
+        own = [
+            max(float((a - b).abs().max()) for a, b in combinations(runs, 2))
+            for runs in self._runs(chunk)
+        ]
+        assert max(own) > 0, "the two paths of transformers do not differ at all"
+        return FACTOR * (own[number] or max(own))
+
+    def _runs(self, chunk: int) -> list[list[torch.Tensor]]:
+        """Per prompt: both paths on the whole prompt, and both in chunks."""
+        paths = zip(self.logits(), self.logits(chunk), strict=True)
+        return [[*whole.values(), *chunked.values()] for whole, chunked in paths]
+
+    def check(
+        self, number: int, ours: torch.Tensor, label: str, chunk: int = WHOLE, first: int = 0
+    ) -> None:
+        """`ours` are the logits from position `first` on."""
+        allowed = self.allowed(number, chunk)
+        for path, theirs in self.logits(chunk)[number].items():
+            assert ours.shape == theirs[first:].shape
+            found = float((ours - theirs[first:]).abs().max())
+            length = len(self.prompts[number])
+            print(f"{label}, {length} tokens: {found:.2e} from {path}, allowed {allowed:.2e}")
+            assert found <= allowed, f"{label}: {length} tokens, {path}"
+
+
+@pytest.fixture(scope="module")
+def real(demo_model: Path) -> Yardstick:
+    from tokenizers import Tokenizer
+
+    token_ids = Tokenizer.from_file(str(demo_model / "tokenizer.json")).encode(TEXT * 3).ids
+    assert len(token_ids) > max(PROMPT_TOKENS)
+    return Yardstick(demo_model, [token_ids[:n] for n in PROMPT_TOKENS])
+
+
+@pytest.fixture
+def stepper(demo_model: Path) -> Stepper:
+    return Stepper(load(demo_model), blocks=48)
+
+
+@pytest.mark.parametrize("chunk", [512, 33, 7])
+def test_real_model_in_chunks(real: Yardstick, stepper: Stepper, chunk: int) -> None:
+    for number, prompt in enumerate(real.prompts):
+        real.check(number, run_chunked(stepper, prompt, chunk), f"chunks of {chunk}")
+
+
+def test_real_model_token_by_token(demo_model: Path, real: Yardstick, stepper: Stepper) -> None:
+    decode = Yardstick(demo_model, real.prompts[2:3])
+    decode.check(0, run_chunked(stepper, decode.prompts[0], 1), "decode", chunk=1)
+
+
+def test_real_model_mixed_steps(real: Yardstick, stepper: Stepper) -> None:
+    """Prefill chunks and single tokens of several sequences in the same calls."""
+    streams = [stepper.add(prompt) for prompt in real.prompts]
+    sizes = (1, 2, 1, 16, 61)
+    while work := [
+        (s, min(size, len(s.token_ids) - s.computed))
+        for s, size in zip(streams, sizes, strict=True)
+        if s.computed < len(s.token_ids)
+    ]:
+        stepper.step(work)
+    for number, stream in enumerate(streams):
+        real.check(number, torch.stack(stream.logits), "mixed steps")
+
+
+@pytest.mark.parametrize("shared", [47, 48, 75])
+def test_real_model_prefix_hit(real: Yardstick, stepper: Stepper, shared: int) -> None:
+    """Whole blocks by reference and the boundary block by copy give the uncached logits."""
+    first = stepper.add(real.prompts[3])
+    stepper.step([(first, len(first.token_ids))])
+    second, copies = stepper.share(first, real.prompts[4], shared)
+    stepper.step([(second, len(second.token_ids) - shared)], copies)
+    real.check(4, torch.stack(second.logits), f"hit of {shared}", first=shared)
+
+
+SMALL: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "llama_biased": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+    "llama_tied": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "llama_head_dim": ("LlamaConfig", {"head_dim": 32}),
+    "llama_mha": ("LlamaConfig", {"num_key_value_heads": 4}),
+    "llama_llama3_rope": (
+        "LlamaConfig",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10_000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "llama_linear_rope": (
+        "LlamaConfig",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 5_000.0, "factor": 2.0}},
+    ),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen2_window": (
+        "Qwen2Config",
+        {"use_sliding_window": True, "sliding_window": 21, "max_window_layers": 2},
+    ),
+    "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "qwen3_biased": ("Qwen3Config", {"head_dim": 16, "attention_bias": True}),
+    "mistral": ("MistralConfig", {"sliding_window": None}),
+    "mistral_window": ("MistralConfig", {"sliding_window": 21}),
+}
+
+
+def make_small(name: str, folder: Path, **save: Any) -> None:
+    """A random model of four layers; large weights, so that attention is far from uniform."""
+    import transformers
+
+    config_class, changes = SMALL[name]
+    fields = {
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.3,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    config = getattr(transformers, config_class)(**{**fields, **changes})
+    torch.manual_seed(len(name))
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith("bias") or "norm" in key:
+                parameter.add_(torch.randn_like(parameter) * 0.3)  # else zeros and ones
+    model.save_pretrained(folder, **save)
+
+
+def small_prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(8)
+    return [torch.randint(3, 320, (n,), generator=generator).tolist() for n in (5, 40, 133)]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_model(name: str, tmp_path: Path) -> None:
+    make_small(name, tmp_path)
+    yardstick = Yardstick(tmp_path, small_prompts())
+    stepper = Stepper(load(tmp_path), blocks=40)
+    windowed = "window" in name
+    assert len(stepper.model.spec.groups) == (2 if windowed else 1)
+    for chunk in (200, 19, 1):
+        for number, prompt in enumerate(yardstick.prompts):
+            ours = run_chunked(stepper, prompt, chunk)
+            label = f"{name} in chunks of {chunk}"
+            yardstick.check(number, ours, label, chunk=1 if chunk == 1 else WHOLE)
+
+
+def test_sharded_model_is_the_same(tmp_path: Path) -> None:
+    make_small("llama", tmp_path / "one")
+    make_small("llama", tmp_path / "many", max_shard_size="100KB")
+    assert (tmp_path / "many" / "model.safetensors.index.json").is_file()
+    one, many = load(tmp_path / "one"), load(tmp_path / "many")
+    assert one.spec == many.spec
+    prompt = small_prompts()[1]
+    first = run_chunked(Stepper(one, 8), prompt, 40)
+    assert torch.equal(first, run_chunked(Stepper(many, 8), prompt, 40))
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("bf16", 0.015), ("fp16", 1e-3)])
+def test_real_model_in_half_precision(
+    real: Yardstick, demo_model: Path, dtype: str, bound: float
+) -> None:
+    """KL to float32 transformers, in nats, per position."""
+    model = load(demo_model, dtype=dtype)
+    assert dtype in model.spec.numeric_class and model.spec.representation.dtype == dtype
+    ours = run_chunked(Stepper(model, 16), real.prompts[4], 64).log_softmax(-1)
+    theirs = real.logits()[4]["eager"].log_softmax(-1)
+    divergence = (theirs.exp() * (theirs - ours)).sum(-1)
+    print(f"{dtype}: KL mean {float(divergence.mean()):.1e}, max {float(divergence.max()):.1e}")
+    assert float(divergence.max()) < bound

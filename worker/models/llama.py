@@ -1,0 +1,262 @@
+"""LlamaModel: a Llama-family decoder over paged KV, in torch; knows no text, request or file.
+
+One call computes all rows of a step, prefill and decode alike. Keys are stored rotated. The
+residual stream is float32 whatever the weights are: in bfloat16 it alone would double the distance
+(KL) to the float32 model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from kernels.attention import AttentionBackend, AttentionBatch, AttentionSpec, PageLoader
+from kernels.batch import build_batch
+from kernels.layout import PageLayout
+from kvstore.groups import GroupKind, KVGroup, Representation
+from seams.errors import OutOfBlocks
+from worker.engine.plan import BlockCopy, StepPlan
+from worker.models.base import ModelSpec
+from worker.models.config import ModelConfig
+from worker.models.memory import available_bytes
+from worker.models.rope import build_table, rotate
+from worker.models.weights import FLOATS, LayerWeights, Weights
+
+POISON = 0xFF  # a float of any of our types whose bytes are all 0xFF is NaN
+
+
+def page_layouts(
+    config: ModelConfig, block_tokens: int, dtype: torch.dtype
+) -> tuple[tuple[KVGroup, PageLayout], ...]:
+    """The groups of a model and how their blocks look.
+
+    A model whose layers all slide gets a full group too, of its first layer: group 0 carries the
+    chain of prefixes, so its blocks outlive the window, although attention never looks past it.
+    """
+    full = tuple(i for i, window in enumerate(config.windows) if window == 0) or (0,)
+    sliding = tuple(i for i in range(config.layers) if i not in full)
+    kinds = [(GroupKind.FULL, full, 0)]
+    if sliding:
+        kinds.append((GroupKind.WINDOW, sliding, config.windows[sliding[0]]))
+    made = []
+    for number, (kind, layers, window) in enumerate(kinds):
+        layout = PageLayout(
+            layers=len(layers),
+            kv_heads=config.kv_heads,
+            block_tokens=block_tokens,
+            qk_dim=config.head_dim,
+            v_dim=config.head_dim,
+            dtype=FLOATS[dtype],
+        )
+        made.append((KVGroup(number, kind, layers, layout.block_bytes, window), layout))
+    return tuple(made)
+
+
+def numeric_class(device: torch.device, dtype: torch.dtype, attention: str) -> str:
+    """Names what decides the rounding: device kind, library, attention path, dtype."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        kind = f"cuda-sm{major}{minor}"
+    else:
+        kind = f"cpu-{torch.backends.cpu.get_cpu_capability().lower()}"
+    version = torch.__version__.split("+")[0]
+    return f"{kind}-torch{version}-{attention}-{FLOATS[dtype]}"
+
+
+@dataclass(frozen=True)
+class _Layer:
+    weights: LayerWeights
+    attention: AttentionSpec
+    group: int
+    index: int  # among the group's layers
+
+
+class LlamaModel:
+    """Implements worker.models.base.Model on one rank."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        backend: AttentionBackend,
+        *,
+        name: str,
+        fingerprint: str,
+        block_tokens: int,
+        context_tokens: int,
+    ) -> None:
+        """Weights decide device and dtype; context_tokens <= the config's."""
+        assert 0 < context_tokens <= config.context_tokens
+        self._config = config
+        self._weights = weights
+        self._backend = backend
+        self._device, dtype = weights.embedding.device, weights.embedding.dtype
+        grouped = page_layouts(config, block_tokens, dtype)
+        self._layouts = tuple(layout for _, layout in grouped)
+        self._layers = _place_layers(config, weights, [group for group, _ in grouped])
+        self._rope = build_table(config.rope, config.head_dim, context_tokens, self._device)
+        self._pools: list[torch.Tensor] = []  # uint8 [blocks, block_bytes], one per group
+        self._pages: list[list[PageLoader]] = []  # [group][layer of the group]
+        self._spec = ModelSpec(
+            name=name,
+            fingerprint=fingerprint,
+            vocab_tokens=config.vocab_tokens,
+            context_tokens=context_tokens,
+            eos_token_ids=config.eos_token_ids,
+            block_tokens=block_tokens,
+            groups=tuple(group for group, _ in grouped),
+            representation=Representation(dtype=FLOATS[dtype]),
+            numeric_class=numeric_class(self._device, dtype, backend.name),
+        )
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Constant."""
+        return self._spec
+
+    def allocate(self, blocks: tuple[int, ...]) -> None:
+        """Zeroed pools; raises OutOfBlocks if the device has not the memory for them now."""
+        groups = self._spec.groups
+        assert not self._pools and len(blocks) == len(groups) and min(blocks) > 0
+        shapes = [(count, group.block_bytes) for count, group in zip(blocks, groups, strict=True)]
+        needed = sum(count * size for count, size in shapes)
+        message = f"The device has no memory left for {needed / 2**30:.2f} GiB of KV blocks."
+        if needed > available_bytes(self._device):
+            raise OutOfBlocks(message)
+        try:
+            pools = [torch.zeros(s, dtype=torch.uint8, device=self._device) for s in shapes]
+        except (RuntimeError, MemoryError):
+            raise OutOfBlocks(message) from None
+        self._pools = pools
+        self._pages = [
+            list(layout.pages(pool)) for layout, pool in zip(self._layouts, pools, strict=True)
+        ]
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> torch.Tensor:
+        """See Model.execute; the returned tensor is the caller's."""
+        assert self._pools, "allocate() comes first"
+        self._copy(plan.copies)
+        batches = [
+            build_batch(
+                plan.starts,
+                plan.lengths,
+                plan.positions,
+                plan.tables[group],
+                plan.slots[group],
+                self._spec.block_tokens,
+                self._device,
+            )
+            for group in range(len(self._pools))
+        ]
+        token_ids = torch.tensor(plan.token_ids, dtype=torch.int64, device=self._device)
+        hidden = F.embedding(token_ids, self._weights.embedding).float()
+        angles = self._rope.at(batches[0].positions)
+        for layer in self._layers:
+            self._attend(layer, hidden, angles, batches[layer.group])
+            self._feed_forward(layer.weights, hidden)
+        return self._logits(hidden, [sample.row for sample in plan.samples])
+
+    def read_block(self, group: int, block: int, rank: int = 0) -> bytes:
+        """The block's bytes as they lie in the pool."""
+        assert rank == 0 and 0 <= block < len(self._pools[group])
+        return self._pools[group][block].cpu().numpy().tobytes()
+
+    def write_block(self, group: int, block: int, data: bytes, rank: int = 0) -> None:
+        """Overwrite a block's bytes; len(data) == block_bytes."""
+        pool = self._pools[group]
+        assert rank == 0 and 0 <= block < len(pool) and len(data) == pool.shape[1]
+        pool[block].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def poison(self, group: int, blocks: list[int]) -> None:
+        """Make every key and value of the blocks NaN."""
+        self._pools[group][torch.tensor(blocks, dtype=torch.int64, device=self._device)] = POISON
+
+    def _copy(self, copies: list[BlockCopy]) -> None:
+        for copy in copies:
+            # The whole block: one run of bytes; what lies behind copy.tokens is never read.
+            pool = self._pools[copy.group]
+            pool[copy.target].copy_(pool[copy.source])
+
+    def _attend(
+        self,
+        layer: _Layer,
+        hidden: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        batch: AttentionBatch,
+    ) -> None:
+        """Adds attention's output to hidden float32 [N, hidden]; stores the rows' KV."""
+        weights, config = layer.weights, self._config
+        normed = self._normed(hidden, weights.input_norm)
+        heads = F.linear(normed, weights.qkv, weights.qkv_bias).view(
+            len(hidden), config.query_heads + 2 * config.kv_heads, config.head_dim
+        )
+        turned, values = torch.split(
+            heads, [config.query_heads + config.kv_heads, config.kv_heads], dim=1
+        )
+        if weights.query_norm is not None and weights.key_norm is not None:
+            turned = self._normed_heads(turned, weights.query_norm, weights.key_norm)
+        query, keys = torch.split(
+            rotate(turned, *angles), [config.query_heads, config.kv_heads], dim=1
+        )
+        pages = self._pages[layer.group][layer.index]
+        pages.write(batch.slots, keys, values)
+        attended = self._backend.attend(query, pages, batch, layer.attention).out
+        hidden += F.linear(attended.flatten(1), weights.output, weights.output_bias)
+
+    def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The residual stream as a layer reads it: normalised, in the model's dtype."""
+        normed = F.rms_norm(hidden, (self._config.hidden,), weight, self._config.norm_eps)
+        return normed.to(self._weights.embedding.dtype)
+
+    def _normed_heads(
+        self, heads: torch.Tensor, query_norm: torch.Tensor, key_norm: torch.Tensor
+    ) -> torch.Tensor:
+        """Per-head norms of Qwen3: heads [N, Hq + Hkv, head_dim], queries first."""
+        config = self._config
+        query, keys = torch.split(heads, [config.query_heads, config.kv_heads], dim=1)
+        shape = (config.head_dim,)
+        return torch.cat(
+            (
+                F.rms_norm(query, shape, query_norm, config.norm_eps),
+                F.rms_norm(keys, shape, key_norm, config.norm_eps),
+            ),
+            dim=1,
+        )
+
+    def _feed_forward(self, weights: LayerWeights, hidden: torch.Tensor) -> None:
+        """Adds the gated MLP's output to hidden float32 [N, hidden]."""
+        normed = self._normed(hidden, weights.mlp_norm)
+        gate, up = F.linear(normed, weights.gate_up, weights.gate_up_bias).chunk(2, dim=1)
+        hidden += F.linear(F.silu(gate).mul_(up), weights.down, weights.down_bias)
+
+    def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        """float32 [len(rows), vocab] of the rows that a token is drawn from."""
+        picked = hidden[torch.tensor(rows, dtype=torch.int64, device=self._device)]
+        return F.linear(self._normed(picked, self._weights.norm), self._weights.head).float()
+
+
+def _place_layers(
+    config: ModelConfig, weights: Weights, groups: list[KVGroup]
+) -> tuple[_Layer, ...]:
+    places = {
+        layer: (group.id, index) for group in groups for index, layer in enumerate(group.layers)
+    }
+    return tuple(
+        _Layer(
+            weights=weights.layers[i],
+            attention=AttentionSpec(
+                query_heads=config.query_heads,
+                kv_heads=config.kv_heads,
+                qk_dim=config.head_dim,
+                v_dim=config.head_dim,
+                scale=config.head_dim**-0.5,
+                window=config.windows[i],
+            ),
+            group=places[i][0],
+            index=places[i][1],
+        )
+        for i in range(config.layers)
+    )
