@@ -6,8 +6,8 @@ h reads KV head h // (Hq // Hkv)). Dtypes: q, k, v and out in the model's, lse i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
@@ -33,20 +33,24 @@ class AttentionBatch:
     Physical position p of sequence s lies in block tables[s, p // block_tokens] at offset
     p % block_tokens. The new rows of a sequence are its last physical positions: row i of n sees
     physical positions <= lengths[s] - n + i. Masks by window compare logical positions: `positions`
-    for queries, `kv_positions` for keys (None = logical equals physical).
+    for queries, `kv_positions` for keys (None = logical equals physical). Where heads hold
+    different tokens, lengths and slots have a head axis and kv_positions may have one. Tables are
+    left-aligned: a sequence's blocks, then -1.
     """
 
     starts: torch.Tensor  # int32 [S+1] first row of each sequence
     lengths: torch.Tensor  # int32 [S] or [S, Hkv] valid physical positions, new rows included
     tables: torch.Tensor  # int32 [S, blocks_max], -1 = absent (outside the window)
-    slots: torch.Tensor  # int64 [N] block * block_tokens + offset where row r is written
+    slots: torch.Tensor  # int64 [N] or [N, Hkv]: block * block_tokens + offset row r goes to
     positions: torch.Tensor  # int64 [N] logical
     block_tokens: int
     rows_max: int  # most rows of one sequence (1 = pure decode)
     length_max: int
     starts_list: tuple[int, ...]  # starts and lengths on the host, to plan without a device sync
-    lengths_list: tuple[int, ...]
-    kv_positions: torch.Tensor | None = None  # int64 [S, length_max]
+    lengths_list: tuple[int, ...]  # the longest head's where they differ
+    kv_positions: torch.Tensor | None = None  # int64 [S, length_max] or [S, Hkv, length_max]
+    plans: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    """What backends derive from the batch once a step (index tensors, masks); theirs to fill."""
 
 
 class PageLoader(Protocol):
@@ -56,20 +60,30 @@ class PageLoader(Protocol):
     """
 
     def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store rows: slots int64 [N], keys [N, Hkv, qk_dim], values [N, Hkv, v_dim]."""
+        """Store rows: slots int64 [N] or [N, Hkv], keys [N, Hkv, qk_dim], values [N, Hkv, v_dim].
+
+        `slots` must not be changed afterwards: what follows from it may be kept for other layers.
+        """
         ...
 
     def gather(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of pages: int64 [B] -> [B, Hkv, block_tokens, qk_dim] and [..., v_dim]."""
+        """Copies of pages: int64 [B] -> [B, Hkv, block_tokens, qk_dim] and [..., v_dim].
+
+        Any strides. The caller may write into them; they are valid until the pool's next gather, of
+        any layer. `blocks` must not be changed afterwards, as for `write`.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Attended:
-    """out [N, Hq, v_dim]; lse [N, Hq] float32, log-sum-exp of each row's logits (to merge)."""
+    """out [N, Hq, v_dim]; lse [N, Hq] float32, log-sum-exp of each row's logits (to merge).
+
+    lse is there if it was asked for. A row that sees nothing has out 0 and lse -inf.
+    """
 
     out: torch.Tensor
-    lse: torch.Tensor
+    lse: torch.Tensor | None = None
 
 
 class AttentionBackend(Protocol):
@@ -78,7 +92,12 @@ class AttentionBackend(Protocol):
     name: str
 
     def attend(
-        self, q: torch.Tensor, pages: PageLoader, batch: AttentionBatch, spec: AttentionSpec
+        self,
+        q: torch.Tensor,
+        pages: PageLoader,
+        batch: AttentionBatch,
+        spec: AttentionSpec,
+        want_lse: bool = False,
     ) -> Attended:
         """q [N, Hq, qk_dim]; the result is valid until the caller drops it."""
         ...

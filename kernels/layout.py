@@ -1,0 +1,132 @@
+"""How the bytes of a block are laid out; knows nothing of sequences or attention.
+
+One block of a KV group is one contiguous run: [layers][keys, values][kv_heads][block_tokens][dim].
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """The layout of one group's blocks on one rank. `dtype` is a key of DTYPES."""
+
+    layers: int
+    kv_heads: int
+    block_tokens: int
+    qk_dim: int
+    v_dim: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        assert self.dtype in DTYPES, f"unknown dtype {self.dtype}"
+        assert min(self.layers, self.kv_heads, self.block_tokens, self.qk_dim, self.v_dim) > 0
+
+    @property
+    def layer_elements(self) -> int:
+        """Numbers in one page: keys, then values."""
+        return self.kv_heads * self.block_tokens * (self.qk_dim + self.v_dim)
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of one block, all layers."""
+        return self.layers * self.layer_elements * DTYPES[self.dtype].itemsize
+
+    def pages(self, pool: torch.Tensor) -> list[LayerPages]:
+        """One loader per layer, views into `pool` (uint8 [blocks, block_bytes], contiguous)."""
+        assert pool.dtype == torch.uint8 and pool.is_contiguous()
+        assert pool.dim() == 2 and pool.shape[1] == self.block_bytes, "pool does not fit the layout"
+        numbers = pool.view(DTYPES[self.dtype])
+        shared = _Shared(self)
+        return [LayerPages(self, numbers, layer, shared) for layer in range(self.layers)]
+
+
+class _Shared:
+    """What the layers of one pool share: index tensors derived once a step, one scratch buffer."""
+
+    def __init__(self, layout: PageLayout) -> None:
+        self._layout = layout
+        self._places: MutableMapping[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]
+        self._places = WeakTensorKeyDictionary()
+        self._rows: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
+        self._scratch: torch.Tensor | None = None
+
+    def places(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Block and offset of each slot."""
+        found = self._places.get(slots)
+        if found is None:
+            tokens = self._layout.block_tokens
+            found = (torch.div(slots, tokens, rounding_mode="floor"), slots % tokens)
+            self._places[slots] = found
+        return found
+
+    def rows(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Head rows of `blocks` in order [K, V][kv_heads][B], counted from a layer's first."""
+        found = self._rows.get(blocks)
+        if found is None:
+            heads = 2 * self._layout.kv_heads
+            first = torch.arange(heads, device=blocks.device).unsqueeze(1)
+            found = (first + blocks * (heads * self._layout.layers)).flatten()
+            self._rows[blocks] = found
+        return found
+
+    def scratch(self, count: int, like: torch.Tensor) -> torch.Tensor:
+        """`count` numbers, reused: fresh memory for every layer would cost its page faults."""
+        if self._scratch is None or self._scratch.numel() < count:
+            self._scratch = torch.empty(count, dtype=like.dtype, device=like.device)
+        return self._scratch[:count]
+
+
+class LayerPages:
+    """PageLoader of one layer. `keys` [blocks, Hkv, block_tokens, qk_dim] and `values` [..., v_dim]
+    are strided views into the pool, for kernels that read pages in place."""
+
+    def __init__(
+        self, layout: PageLayout, numbers: torch.Tensor, layer: int, shared: _Shared
+    ) -> None:
+        self.layout = layout
+        self._shared = shared
+        heads, tokens = layout.kv_heads, layout.block_tokens
+        first = layer * layout.layer_elements
+        width = heads * tokens * layout.qk_dim  # of the keys
+        page = numbers[:, first : first + layout.layer_elements]
+        blocks = numbers.shape[0]
+        self.keys = page[:, :width].view(blocks, heads, tokens, layout.qk_dim)
+        self.values = page[:, width:].view(blocks, heads, tokens, layout.v_dim)
+        self._head_rows: torch.Tensor | None = None
+        if layout.qk_dim == layout.v_dim and numbers.shape[0] > 0:
+            # Keys and values alike: the pool is rows of one head's page, all of one size.
+            flat = numbers.view(-1, tokens * layout.qk_dim)
+            self._head_rows = flat[2 * heads * layer :]
+
+    def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """As PageLoader.write; mutates the pool."""
+        block, offset = self._shared.places(slots)
+        if slots.dim() == 1:
+            self.keys[block, :, offset] = keys
+            self.values[block, :, offset] = values
+            return
+        head = torch.arange(self.layout.kv_heads, device=slots.device)
+        self.keys[block, head, offset] = keys
+        self.values[block, head, offset] = values
+
+    def gather(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As PageLoader.gather; memory order is head first, so one head's pages are contiguous."""
+        if self._head_rows is None:
+            return self.keys.index_select(0, blocks), self.values.index_select(0, blocks)
+        rows = self._shared.rows(blocks)
+        width = self._head_rows.shape[1]
+        copied = self._shared.scratch(rows.numel() * width, self._head_rows).view(-1, width)
+        torch.index_select(self._head_rows, 0, rows, out=copied)
+        layout = self.layout
+        pages = copied.view(
+            2, layout.kv_heads, blocks.numel(), layout.block_tokens, layout.qk_dim
+        ).transpose(1, 2)
+        return pages[0], pages[1]
