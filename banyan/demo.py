@@ -102,6 +102,7 @@ class Demo:
             asked += pool.map(
                 lambda name: self.ask(name, number, prompts[name], screen), names[alone:]
             )
+        output.console.print()
         return asked
 
     def _next(self, user: tuple[str, str, str], number: int, before: dict[str, Asked]) -> Messages:
@@ -185,16 +186,14 @@ def _show(asked: list[Asked], uncached: list[Asked]) -> None:
     rows = []
     for one, other in zip(asked, uncached, strict=True):
         usage = one.answer.usage
-        saved = usage.cached_tokens / usage.prompt_tokens
         rows.append([
-            one.user, one.turn, one.answer.replica, usage.prompt_tokens, usage.cached_tokens,
-            one.shareable or "", usage.computed_tokens,
-            f"{one.ttft_s * 1e3:.0f} ms", other.answer.usage.computed_tokens,
-            f"{other.ttft_s * 1e3:.0f} ms", f"{saved:.0%}",
+            one.user, one.turn, one.answer.replica, usage.prompt_tokens, one.shareable or "-",
+            usage.cached_tokens, usage.computed_tokens,
+            f"{one.ttft_s * 1e3:.0f} ms", f"{other.ttft_s * 1e3:.0f} ms",
         ])  # fmt: skip
-    columns = ["user", ">turn", "replica", ">prompt", ">cached", ">shareable", ">computed"]
-    columns += [">TTFT", ">no cache: computed", ">TTFT", ">saved"]
-    output.table("tokens of each prompt, with the cache and without", columns, rows)
+    columns = ["user", ">turn", "replica", ">prompt\ntokens", ">of these\nin a cache", ">cached"]
+    columns += [">computed", ">TTFT", ">TTFT\nno cache"]
+    output.table("each request, beside the same one without the cache", columns, rows)
 
 
 def _computed(asked: list[Asked]) -> int:

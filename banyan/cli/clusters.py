@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
+from datetime import datetime
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
@@ -72,13 +73,13 @@ def status(name: str, *, json_output: bool) -> None:
         return
     output.table(
         f"cluster {name}: {record.served_name}, {record.phase}",
-        ["router", "address", "state", ">replicas", ">indexed blocks", ">open streams"],
+        ["router", "address", "state", ">replicas", ">indexed\nblocks", ">open\nstreams"],
         [_router_row(router, seen[router.name]) for router in record.routers],
     )
     best = max((s for s in seen.values() if s), key=lambda s: len(s.replicas), default=None)
     found = {r.replica: r for r in best.replicas} if best else {}
-    columns = ["replica", ">epoch", "state", ">running", ">waiting", ">blocks", ">free"]
-    columns += [">cached", ">prompt tokens", ">from cache"]
+    columns = ["replica", "state", "started", ">running\n+waiting", ">blocks", ">free"]
+    columns += [">cached", ">prompt\ntokens", ">from\ncache"]
     rows = [_replica_row(replica, found.get(replica)) for replica in record.replicas]
     output.table("", columns, rows)
 
@@ -100,14 +101,13 @@ def _router_row(router: RouterRecord, seen: api_pb2.ClusterStateResponse | None)
 
 def _replica_row(name: str, seen: api_pb2.ReplicaState | None) -> list[Any]:
     if seen is None:
-        return [name, "", "[red]gone[/red]", "", "", "", "", "", "", ""]
+        return [name, "[red]gone[/red]", "", "", "", "", "", "", ""]
     colour = "green" if seen.state == "ready" else "yellow"
     return [
         name,
-        seen.epoch,
         f"[{colour}]{seen.state}[/{colour}]",
-        seen.running,
-        seen.waiting,
+        datetime.fromtimestamp(seen.epoch / 1e9).strftime("%H:%M:%S"),  # epochs are start times
+        f"{seen.running}+{seen.waiting}",
         seen.blocks_total,
         seen.blocks_free,
         seen.blocks_cached,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -33,10 +34,12 @@ def print_json(value: Any) -> None:
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """A table; columns whose name starts with > are aligned to the right."""
-    drawn = Table(title=title or None, title_justify="left", header_style="bold")
+    drawn = Table(
+        title=title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
     for column in columns:
         justify: Any = "right" if column.startswith(">") else "left"
-        drawn.add_column(column.lstrip(">"), justify=justify, overflow="fold")
+        drawn.add_column(column.lstrip(">"), justify=justify, vertical="bottom")
     for row in rows:
         drawn.add_row(*[str(cell) for cell in row])
     console.print(drawn)

@@ -10,6 +10,10 @@ import json
 import sys
 from typing import Any
 
+import ray
+
+from worker.service.actor import ReplicaActor
+
 DRAIN_S_MAX = 20.0
 
 
@@ -18,10 +22,8 @@ def report(**fields: Any) -> None:
     print(json.dumps(fields), flush=True)
 
 
-def connect(order: dict[str, Any]) -> Any:
-    """Join the Ray cluster of the order; returns the ray module."""
-    import ray
-
+def connect(order: dict[str, Any]) -> None:
+    """Join the Ray cluster of the order."""
     ray.init(
         address=order["address"],
         namespace=order["namespace"],
@@ -29,7 +31,6 @@ def connect(order: dict[str, Any]) -> Any:
         logging_level="ERROR",
         configure_logging=False,
     )
-    return ray
 
 
 def sentence(error: BaseException) -> str:
@@ -44,9 +45,7 @@ def sentence(error: BaseException) -> str:
 
 def start(order: dict[str, Any]) -> int:
     """Create every replica's actor and wait until each has built its model and listens."""
-    ray = connect(order)
-    from worker.service.actor import ReplicaActor
-
+    connect(order)
     make = ray.remote(ReplicaActor)
     waiting = {}
     for replica in order["replicas"]:
@@ -76,7 +75,7 @@ def start(order: dict[str, Any]) -> int:
 
 def stop(order: dict[str, Any]) -> int:
     """Drain the named replicas if asked to, then end their actors for good."""
-    ray = connect(order)
+    connect(order)
     actors = {}
     for name in order["replicas"]:
         try:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ def up(spec: ClusterSpec, report: Report) -> ClusterRecord:
             name=spec.name,
             model=model,
             served_name=served_name(spec.model),
-            replicas=tuple(f"{spec.name}-{i}" for i in range(spec.replicas)),
+            replicas=tuple(f"replica-{i}" for i in range(spec.replicas)),
             started_unix_s=time.time(),
             launcher=Process("launcher", me.pid, me.create_time(), ""),
         )
@@ -82,6 +82,7 @@ def up(spec: ClusterSpec, report: Report) -> ClusterRecord:
         with _undone_on_failure(launch):
             _start_routers(launch, listens)
             _start_ray(launch)
+            _start_fleet(launch)
             _wait_routers(launch)
             _start_replicas(launch)
             _wait_replicas(launch)
@@ -170,27 +171,33 @@ def _wait_routers(launch: _Launch) -> None:
     launch.save(routers=tuple(found))
 
 
-def _start_replicas(launch: _Launch) -> None:
+def _start_fleet(launch: _Launch) -> None:
+    """Begin the process that will speak to Ray: it loads Ray while the head still starts."""
     ray = launch.record.ray
     assert ray is not None
+    with (launch.folder / "logs" / "fleet.log").open("ab") as log:
+        launch.fleet = subprocess.Popen(
+            [sys.executable, "-m", "banyan.cluster.fleet", "start"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            cwd="/",
+            start_new_session=True,
+            env=ray_head.environment(ray.token, own=ray.head is not None),
+        )
+
+
+def _start_replicas(launch: _Launch) -> None:
+    ray, fleet = launch.record.ray, launch.fleet
+    assert ray is not None and fleet is not None and fleet.stdin is not None
     if ray.head is not None:
         ray = replace(ray, address=ray_head.wait_head(ray))
         launch.save(ray=ray)
     launch.report("ray", 1.0)
-    launch.fleet = subprocess.Popen(
-        [sys.executable, "-m", "banyan.cluster.fleet", "start"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=(launch.folder / "logs" / "fleet.log").open("ab"),
-        text=True,
-        cwd="/",
-        start_new_session=True,
-        env=ray_head.environment(ray.token, own=ray.head is not None),
-    )
     order = {"address": ray.address, "namespace": ray.namespace, "replicas": _orders(launch)}
-    assert launch.fleet.stdin is not None
-    launch.fleet.stdin.write(json.dumps(order))
-    launch.fleet.stdin.close()
+    with suppress(BrokenPipeError), fleet.stdin:  # if it is gone, its log says why
+        fleet.stdin.write(json.dumps(order))
     threading.Thread(target=_read_fleet, args=(launch,), daemon=True).start()
 
 

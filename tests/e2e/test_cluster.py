@@ -21,9 +21,9 @@ def test_status_from_any_shell(cluster) -> None:
     assert "token" not in seen["ray"]
     for state in seen["seen"].values():
         states = {r["replica"]: r["state"] for r in state["replicas"]}
-        assert states == {"e2e-0": "ready", "e2e-1": "ready"}
+        assert states == {"replica-0": "ready", "replica-1": "ready"}
     shown = cluster.banyan("status")
-    assert shown.returncode == 0 and "e2e-0" in shown.stdout and "ready" in shown.stdout
+    assert shown.returncode == 0 and "replica-0" in shown.stdout and "ready" in shown.stdout
 
 
 def test_second_turn_is_cached_but_for_what_is_new(cluster) -> None:
@@ -98,7 +98,7 @@ def test_explain_tells_the_decision(cluster) -> None:
     told = json.loads(cluster.banyan("explain", answer["request_id"], "--json").stdout)
     assert told["replica"] == answer["replica"]
     assert told["delivered_tokens"] == answer["usage"]["cached_tokens"]
-    assert {c["replica"] for c in told["candidates"]} == {"e2e-0", "e2e-1"}
+    assert {c["replica"] for c in told["candidates"]} == {"replica-0", "replica-1"}
     dry = json.loads(cluster.banyan("explain", "--prompt", "Hello there", "--json").stdout)
     assert dry["reason"] and dry["delivered_tokens"] is None
 
