@@ -224,8 +224,10 @@ class RouterCore:
     def _limited(self, keys: Sequence[BlockKey], replica: Replica, depth: Depths) -> Depths:
         """Cut the match of group 0 to where the other groups hold what attention looks back at."""
         end = depth.disk
+        if not (end and replica.window_groups):
+            return depth
         before = -1
-        while replica.window_groups and end and end != before:  # each group may shorten the others'
+        while end and end != before:  # each group may shorten the others'
             before = end
             for group, blocks in replica.window_groups:
                 end = self._index.usable_depth(keys, replica.stream.slot, end, group, blocks)

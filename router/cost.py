@@ -81,7 +81,7 @@ def predict(at: Candidate, tokens: int, expected_output: float) -> Cost:
     device = min(at.device_tokens, usable)
     held = min(max(at.shared_tokens, device), usable)
     miss_s = (tokens - held) * rate
-    load_s = _load_s(at, device, usable)
+    load_s = _load_s(at, device, usable) if held > device else 0.0
     own_s = miss_s + load_s
     short = at.blocks_needed - at.blocks_free
     evicted = max(0, min(short, at.blocks_evictable))

@@ -31,14 +31,9 @@ class LogEwma:
 
     def __init__(self, prior: float) -> None:
         assert prior > 0
-        self.log = math.log(prior)
+        self.log, self.value = math.log(prior), prior
         self.deviation = 0.3
         self.samples = 0
-
-    @property
-    def value(self) -> float:
-        """The present estimate."""
-        return math.exp(self.log)
 
     def add(self, sample: float) -> None:
         """Learn from one sample; what is not a positive finite number teaches nothing."""
@@ -50,6 +45,7 @@ class LogEwma:
         error = max(-bound, min(bound, math.log(sample) - self.log))
         gain = max(GAIN_MIN, 1.0 / (self.samples + 2))
         self.log += gain * error
+        self.value = math.exp(self.log)  # the present estimate
         self.deviation += gain * (abs(error) - self.deviation)
         self.samples += 1
 
@@ -81,10 +77,10 @@ class Rates:
 
 def _trusted(own: LogEwma, shared: LogEwma) -> float:
     """The shared value, unless the own one is clearly another."""
-    difference = abs(own.log - shared.log)
-    clear = max(OWN_DIFFERENCE_MIN, 2 * own.deviation)
-    if own.samples >= OWN_SAMPLES_MIN and difference > clear:
-        return own.value
+    if own.samples >= OWN_SAMPLES_MIN:
+        difference = abs(own.log - shared.log)
+        if difference > OWN_DIFFERENCE_MIN and difference > 2 * own.deviation:
+            return own.value
     return shared.value
 
 

@@ -259,8 +259,8 @@ class PrefixIndex:
     def match(self, keys: Sequence[bytes]) -> dict[int, Depths]:
         """Per live slot that holds a start of the chain: how much of it, with each tier added.
 
-        Gallops and bisects: along a chain the cumulative masks only lose bits. O(log n) probes for
-        every depth at which some slot stops.
+        Bisects: along a chain the cumulative masks only lose bits, so a range with the same mask at
+        both ends is done. O(log n) probes for every depth at which some slot stops.
         """
         depths: dict[int, Depths] = {}
         for depth, lost in self._drops(keys):
@@ -277,36 +277,32 @@ class PrefixIndex:
         return depths
 
     def _drops(self, keys: Sequence[bytes]) -> list[tuple[int, int]]:
-        """(depth, bits that do not go deeper), ascending."""
-        shards, cumulative = self._shards, self._cumulative
-        last = len(keys) - 1
-
-        def mask_at(position: int) -> int:
-            name = int.from_bytes(keys[position][:8], sys.byteorder) & _PREFIX
-            return cumulative[shards[name & _SHARD].get(name, 0)]
-
+        """(depth, bits that do not go deeper), in any order; every bit once."""
         drops: list[tuple[int, int]] = []
-        low, current = 0, mask_at(0) if keys else 0
-        while current:  # all of `current` reach position `low`
-            high, following, step = last + 1, 0, 1
-            while low < last:
-                probe = min(low + step, last)
-                mask = mask_at(probe)
-                if mask & current != current:
-                    high, following = probe, mask
-                    break
-                low, step = probe, step * 2
+        first = self._mask_at(keys[0]) if keys else 0
+        if not first:
+            return drops
+        shards, cumulative, order = self._shards, self._cumulative, sys.byteorder
+        ranges = [(0, first, len(keys), 0)]  # bits at position low, fewer at high
+        while ranges:
+            low, at_low, high, at_high = ranges.pop()
             while high - low > 1:
-                probe = (low + high) // 2
-                mask = mask_at(probe)
-                if mask & current == current:
-                    low = probe
-                else:
-                    high, following = probe, mask
-            following &= current
-            drops.append((high, current ^ following))
-            low, current = high, following
+                middle = (low + high) // 2
+                name = int.from_bytes(keys[middle][:8], order) & _PREFIX
+                at_middle = cumulative[shards[name & _SHARD].get(name, 0)] & at_low
+                if at_middle == at_low:
+                    low = middle
+                    continue
+                at_high &= at_middle
+                if at_middle != at_high:
+                    ranges.append((middle, at_middle, high, at_high))
+                high, at_high = middle, at_middle
+            drops.append((high, at_low ^ at_high))
         return drops
+
+    def _mask_at(self, key: bytes) -> int:
+        name = prefix(key)
+        return self._cumulative[self._shards[name & _SHARD].get(name, 0)]
 
     def usable_depth(
         self, keys: Sequence[bytes], slot: int, depth: int, group: int, blocks: int
