@@ -160,7 +160,7 @@ def test_no_direct_streams_while_draining(router: FakeRouter, replica: Any, stub
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-# ---- text files and reflection --------------------------------------------------------------------
+# ---- text files and reflection ------------------------------------------------------------------
 
 FILES = {
     "tokenizer.json": bytes(range(256)) * 3000,

@@ -126,7 +126,7 @@ def test_a_moved_stream_goes_on_where_it_was(
     assert emissions[-1].finish == common_pb2.FINISH_REASON_LENGTH
 
 
-# ---- who may --------------------------------------------------------------------------------------
+# ---- who may ------------------------------------------------------------------------------------
 
 
 def tokens_that_are_none(router: FakeRouter) -> list[str]:
@@ -169,7 +169,7 @@ def test_a_session_ends_with_its_attach(router: FakeRouter, start_replica: Start
     assert stream.error is not None and stream.error.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-# ---- malformed requests ---------------------------------------------------------------------------
+# ---- malformed requests -------------------------------------------------------------------------
 
 MALFORMED: list[tuple[str, dict[str, Any], int]] = [
     ("root", {"root_id": bytes(32)}, 5),
@@ -243,7 +243,7 @@ def test_an_id_in_use_ends_once(router: FakeRouter, start_replica: StartReplica)
     assert replica.describe()["replica"] == "replica-0"
 
 
-# ---- flow control, cancel, deadlines --------------------------------------------------------------
+# ---- flow control, cancel, deadlines ------------------------------------------------------------
 
 
 def test_without_credit_a_request_waits_and_others_do_not(
@@ -338,7 +338,7 @@ def test_a_deadline_ends_a_request(router: FakeRouter, start_replica: StartRepli
     assert 0.09 <= time.monotonic() - started < 5
 
 
-# ---- health, drain, stop --------------------------------------------------------------------------
+# ---- health, drain, stop ------------------------------------------------------------------------
 
 SERVING, NOT_SERVING = 1, 2
 

@@ -85,7 +85,7 @@ def serve(router: FakeRouter, count: int, tokens: int = 64) -> None:
     stream.cancel()
 
 
-# ---- attach ---------------------------------------------------------------------------------------
+# ---- attach -------------------------------------------------------------------------------------
 
 
 def test_the_hello_is_complete_and_true(router: FakeRouter, start_replica: StartReplica) -> None:
@@ -212,7 +212,7 @@ def test_a_refusal_is_logged_once_and_tried_again(
     serve(router, 1)
 
 
-# ---- events ---------------------------------------------------------------------------------------
+# ---- events -------------------------------------------------------------------------------------
 
 
 def test_events_follow_the_cache(
@@ -315,7 +315,7 @@ def test_events_that_break_do_not_break_attach(
     assert replica.epoch == router.batches[0].epoch and truth(cores[0])
 
 
-# ---- names ----------------------------------------------------------------------------------------
+# ---- names --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:80", "[::1]:80"])

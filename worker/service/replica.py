@@ -147,9 +147,16 @@ class Replica:
         try:
             await self._open()
             self._started.set_result(None)
-            await self._stopping.wait()
+            await self._until_stopped()
         finally:
             await self._close()
+
+    async def _until_stopped(self) -> None:
+        """Returns when asked to stop; raises what ended a task that was to run for ever."""
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        done, _ = await asyncio.wait([stopping, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
 
     async def _open(self) -> None:
         config, parts, sessions = self.config, self._parts, Sessions()
