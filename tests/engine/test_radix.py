@@ -155,6 +155,18 @@ def test_a_branch_inside_a_block_costs_one_block_a_child() -> None:
     bench.check()
 
 
+def test_branches_inside_one_block_share_it_through_all_levels() -> None:
+    bench = Bench()
+    for end in (5, 6, 7, 9):  # each but the last ends inside block 1
+        bench.put(range(end))
+    assert bench.pools[0].free == 64 - 3
+    bench.put([*range(6), 9, 9])
+    assert bench.pools[0].free == 64 - 4
+    bench.check()
+    bench.cache.clear()
+    assert bench.pools[0].free == 64
+
+
 def test_equal_prompts_of_two_tenants_never_share_and_of_one_tenant_do() -> None:
     bench = Bench()
     prompt = list(range(11))
@@ -336,6 +348,39 @@ def test_window_blocks_that_are_missing_are_adopted_from_a_later_owner() -> None
     whole = keys.chain(CHAIN, [1] * 12)
     assert bench.cache.take_ops() == [CacheOp(CacheOpKind.STORED, 1, tuple(whole))]
     bench.check()
+
+
+def test_a_short_window_group_loses_what_lies_inside_nodes_first() -> None:
+    bench = Bench(*WINDOWED, blocks=16)
+    bench.put([1] * 40)  # ten blocks, the last two in the window
+    bench.put([2] * 8)
+    whole = keys.chain(CHAIN, [1] * 40)
+    bench.cache.take_ops()
+    assert bench.cache.evict([0, 7])
+    assert bench.cache.take_ops() == [CacheOp(CacheOpKind.REMOVED, 1, (whole[7], *whole[6:4:-1]))]
+    assert [pool.free for pool in bench.pools] == [4, 7]
+    assert bench.depth([1] * 40) == 40
+    assert bench.depth([1] * 30) == 20
+    bench.check()
+    assert bench.cache.evict([0, 15])  # more than that: leaves, the least recently used first
+    assert bench.depth([2] * 8) == 0
+    bench.check()
+
+
+def test_a_long_generation_under_a_small_window_pool_keeps_its_prefix() -> None:
+    pools = [BlockPool(WINDOWED[0], 64), BlockPool(WINDOWED[1], 5)]
+    cache, tokens = RadixCache(pools, SIZE), list(range(200))
+    blocks: list[list[int]] = [[], []]
+    for end in range(SIZE, 200 + 1, SIZE):
+        assert cache.evict([1, 1])
+        for pool, run in zip(pools, blocks, strict=True):
+            run += pool.allocate(1) or []
+        gone = max(0, end - 6) // SIZE
+        pools[1].release(blocks[1][:gone])
+        blocks[1][:gone] = [-1] * gone
+        cache.insert(CHAIN, tokens, keys.chain(CHAIN, tokens[:end]), blocks, end, partial=False)
+    assert cache.match(CHAIN, tokens, 200).tokens == 200
+    cache.check_integrity()
 
 
 def test_a_full_group_with_a_hole_is_refused() -> None:

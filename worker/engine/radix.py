@@ -13,6 +13,8 @@ A path-compressed radix tree per chain root (radix_node.py). What is worth knowi
 - Eviction takes the least recently used leaf and cuts blocks off its end: a node's blocks all have
   the same age, the last one is the least useful (nobody can use it without the others), and a
   100,000-token leaf is not lost for want of one block.
+- A window group that is short gives up blocks in the middle of nodes before any leaf goes: else a
+  long generation that publishes as it runs would lose its newest blocks for the sake of old ones.
 - "Least recently used" is exact: the order is that of a list of single tokens, each as old as the
   last operation that went through it, deeper ones first.
 """
@@ -31,6 +33,7 @@ from worker.engine.radix_integrity import check_tree
 from worker.engine.radix_node import TOKEN_BYTES, Node, edge_marks, root_node
 from worker.engine.radix_ops import OpLog
 from worker.engine.radix_tree import RadixTree
+from worker.engine.radix_window import fit_window
 
 
 @dataclass(frozen=True)
@@ -109,29 +112,10 @@ class RadixCache:
         while not settled:
             settled = True
             for g, window in self._windows:
-                usable = self._fit_window(path, runs[g], g, window, matched)
+                usable = fit_window(path, runs[g], g, window, matched, self._size)
                 settled = settled and usable == matched
                 matched = usable
         return matched
-
-    def _fit_window(
-        self, path: list[Node], run: list[int], group: int, window: int, matched: int
-    ) -> int:
-        size, depth = self._size, len(path) - 1
-        while matched > 0:
-            last = (matched - 1) // size
-            while path[depth].start >= matched:
-                depth -= 1
-            node = path[depth]  # its block, not a deeper node's copy, has the last position
-            if node.block_at(group, last - node.start // size) < 0:
-                matched = max(node.start, last * size)
-                continue
-            first = max(0, matched - window) // size
-            hole = next((i for i in range(last - 1, first - 1, -1) if run[i] < 0), None)
-            if hole is None:
-                return matched
-            matched = (hole + 1) * size
-        return 0
 
     def hold(self, match: Match) -> Hold:
         """Retain the match's blocks and boundary for the caller and lock its path.
@@ -218,16 +202,24 @@ class RadixCache:
     def evict(self, needed: Sequence[int]) -> bool:
         """Drop the least recently used blocks until pools[g].free >= needed[g] for every g.
 
-        False, and nothing dropped, if all that is unlocked would not be enough.
+        False, and nothing dropped, if all that is unlocked would not be enough. A window group
+        that alone is short first loses blocks inside nodes (radix_window.py).
         """
         wanted = list(zip(self._pools, needed, strict=True))
         if any(pool.free + pool.evictable < count for pool, count in wanted):
             return False
+        windows = [g for g, _ in self._windows]
+        self._drop_leaves([pair for g, pair in enumerate(wanted) if g not in windows])
+        for g in windows:
+            self._tree.strip(g, needed[g] - self._pools[g].free)
+        self._drop_leaves(wanted)
+        return True
+
+    def _drop_leaves(self, wanted: Sequence[tuple[BlockPool, int]]) -> None:
         while (short := max(count - pool.free for pool, count in wanted)) > 0:
             node = self._tree.recency.oldest()
             assert node is not None, "evictable blocks without a node to drop"
             self._tree.drop(node, short)
-        return True
 
     def evictable(self, group: int) -> int:
         """Blocks of a group that eviction could free now, whoever else refers to blocks. O(1)."""

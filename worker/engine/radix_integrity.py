@@ -19,7 +19,7 @@ def check_tree(tree: RadixTree, block_tokens: int, held: Sequence[Node]) -> None
     Shape: parents and children agree, runs join, borders lie where the labels say. Keys: equal to
     the key function's. Blocks: as many as the range needs, all live, -1 only in window groups.
     Locks: the holds at or below a node. Recency: all unlocked nodes, each newer than its
-    descendants. Counts: idle references per block, and with them the evictable counts.
+    descendants; nodes listed for their interior are among them. Counts: idle references per block, and with them the evictable counts.
     """
     pools = tree.pools
     locks = Counter(id(above) for node in held for above in upwards(node))
@@ -47,6 +47,8 @@ def check_tree(tree: RadixTree, block_tokens: int, held: Sequence[Node]) -> None
             stack.extend((child, below) for child in node.children.values())
     _check_recency(list(tree.recency), unlocked)
     _check_counts(pools, used, idle)
+    for interior in tree.interior.values():
+        assert all(id(node) in unlocked for node in interior), "a locked or lost node is listed"
 
 
 class _Prefix:

@@ -160,11 +160,7 @@ class RecencyList:
 
     def push(self, node: Node) -> None:
         """Enter `node` as the newest."""
-        self._link(node, self._ring)
-
-    def insert_above(self, node: Node, below: Node) -> None:
-        """Enter `node` as just newer than `below`."""
-        self._link(node, below.newer)
+        self._link(node)
 
     def remove(self, node: Node) -> None:
         """Take `node` out."""
@@ -175,7 +171,7 @@ class RecencyList:
     def touch(self, node: Node) -> None:
         """Make a node of the list the newest."""
         node.newer.older, node.older.newer = node.older, node.newer
-        self._link(node, self._ring)
+        self._link(node)
 
     def oldest(self) -> Node | None:
         """The least recently used node; None if the list is empty."""
@@ -188,13 +184,11 @@ class RecencyList:
             yield node
             node = node.newer
 
-    def __contains__(self, node: Node) -> bool:
-        return node.newer is not node
-
-    def _link(self, node: Node, newer: Node) -> None:
-        older = newer.older
-        node.newer, node.older = newer, older
-        newer.older = older.newer = node
+    def _link(self, node: Node) -> None:
+        ring = self._ring
+        node.newer, node.older = ring, ring.older
+        ring.older.newer = node
+        ring.older = node
 
 
 def edge_marks(chain: ChainSpec, end: int) -> dict[int, bytes]:

@@ -1,6 +1,6 @@
 """The structure under the radix cache: nodes, their references into the pools, their order of use.
 
-It knows no requests, no keys' meaning and no window rule. Every method leaves references, locks,
+It knows no requests and not what keys mean. Every method leaves references, locks,
 order and the op log agreeing with each other (radix_integrity.py says exactly how).
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
+from kvstore.groups import GroupKind
 from kvstore.keys import RootId
 from worker.engine.block_pool import BlockPool
 from worker.engine.messages import CacheOpKind
@@ -21,6 +22,7 @@ from worker.engine.radix_node import (
     split_node,
 )
 from worker.engine.radix_ops import OpLog
+from worker.engine.radix_window import InteriorBlocks
 
 
 class RadixTree:
@@ -34,6 +36,11 @@ class RadixTree:
         self.log = OpLog(len(self.pools))
         self.version = 0  # changes whenever an earlier match may have become wrong
         self._size = block_tokens
+        self.interior = {  # of each window group
+            g: InteriorBlocks(pool, g, block_tokens)
+            for g, pool in enumerate(self.pools)
+            if pool.group.kind is GroupKind.WINDOW
+        }
 
     def root(self, root_id: RootId) -> Node:
         """The root node, made if it is not there."""
@@ -70,12 +77,15 @@ class RadixTree:
         return path, position
 
     def split(self, node: Node, at: int) -> Node:
-        """Cut `node` at token `at`; returns the upper half, `node` stays the lower one."""
+        """Cut `node` at token `at`; returns the upper half, `node` stays the lower one.
+
+        The caller touches the upper half, unless it is locked.
+        """
         upper = split_node(node, at, self._size)
         for g, block in enumerate(upper.tail):
             self._retain(upper, g, [block])
         if node.locks == 0:
-            self.recency.insert_above(upper, node)
+            self._enlist(upper)
         return upper
 
     def append(self, node: Node, piece: Node, mark: bytes | None) -> Node:
@@ -93,7 +103,7 @@ class RadixTree:
             node.extend(piece)
             return node
         piece.attach(node, (mark or b"") + piece.tokens[:TOKEN_BYTES])
-        self.recency.push(piece)
+        self._enlist(piece)
         for g in range(len(self.pools)):
             self._share_tail(node, g, piece.first_block(g))
         return piece
@@ -117,7 +127,7 @@ class RadixTree:
         for above in upwards(node):
             above.locks += 1
             if above.locks == 1:
-                self.recency.remove(above)
+                self._delist(above)
                 for g, pool in enumerate(self.pools):
                     pool.to_busy(above.references(g))
 
@@ -127,7 +137,7 @@ class RadixTree:
             assert above.locks > 0
             above.locks -= 1
             if above.locks == 0:
-                self.recency.push(above)
+                self._enlist(above)
                 for g, pool in enumerate(self.pools):
                     pool.to_idle(above.references(g))
 
@@ -137,6 +147,13 @@ class RadixTree:
             if above.locks:
                 break  # and so are all further up: not in the list
             self.recency.touch(above)
+            for interior in self.interior.values():
+                interior.note(above)
+
+    def strip(self, group: int, count: int) -> None:
+        """Free up to `count` blocks of a window group inside nodes, none of another group."""
+        if self.interior[group].strip(count, self.log):
+            self.version += 1
 
     def drop(self, leaf: Node, count: int) -> None:
         """Cut the last `count` blocks off an unlocked leaf; all of it if it has no more.
@@ -147,15 +164,25 @@ class RadixTree:
         assert not leaf.children and leaf.locks == 0 and count > 0
         self.version += 1
         edge = ((leaf.end - 1) // self._size + 1 - count) * self._size
-        keep = edge // self._size - leaf.start // self._size if edge > leaf.start else 0
+        keep = max(0, edge // self._size - leaf.start // self._size)
         heads = [leaf.first_block(g) for g in range(len(self.pools))]
         keys, gone = leaf.cut(keep, edge)
         for g, (pool, blocks) in enumerate(zip(self.pools, gone, strict=True)):
             self.log.record(CacheOpKind.REMOVED, g, keys, blocks[: len(keys)])
             pool.release_idle(blocks)
         if keep == 0:
-            self.recency.remove(leaf)
+            self._delist(leaf)
             self._inherit_tail(leaf.detach(), heads)
+
+    def _enlist(self, node: Node) -> None:
+        self.recency.push(node)
+        for interior in self.interior.values():
+            interior.note(node)
+
+    def _delist(self, node: Node) -> None:
+        self.recency.remove(node)
+        for interior in self.interior.values():
+            interior.forget(node)
 
     def _inherit_tail(self, parent: Node, heads: list[int]) -> None:
         """A child with first blocks `heads` is gone: share another child's block instead."""

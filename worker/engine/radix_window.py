@@ -1,0 +1,91 @@
+"""Window groups in the radix tree: where a match may end, and which blocks matches rarely need.
+
+It knows nodes of one group at a time. A window group's block serves only matches that end in it or
+less than a window after it. Inside a long node nobody has branched off yet, so blocks farther from
+the node's end than the window (its *interior*) are the first to go when the group runs short: that
+takes nothing from matches that end where earlier ones ended, and no block of another group.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+from worker.engine.block_pool import BlockPool
+from worker.engine.messages import CacheOpKind
+from worker.engine.radix_node import Node
+from worker.engine.radix_ops import OpLog
+
+
+def fit_window(
+    path: Sequence[Node], run: Sequence[int], group: int, window: int, matched: int, size: int
+) -> int:
+    """The longest match <= `matched` whose last `window` positions `group` still has.
+
+    `path` are the matching nodes from the root, `run` the group's full blocks along them, `size`
+    the tokens of a block. Walks back from the end; each block is looked at about once.
+    """
+    depth = len(path) - 1
+    while matched > 0:
+        last = (matched - 1) // size
+        while path[depth].start >= matched:
+            depth -= 1
+        node = path[depth]  # its block, not a deeper node's copy, has the last position
+        if node.block_at(group, last - node.start // size) < 0:
+            matched = max(node.start, last * size)
+            continue
+        first = max(0, matched - window) // size
+        hole = next((i for i in range(last - 1, first - 1, -1) if run[i] < 0), None)
+        if hole is None:
+            return matched
+        matched = (hole + 1) * size
+    return 0
+
+
+class InteriorBlocks:
+    """Unlocked nodes that may have interior blocks of one window group, in order of use."""
+
+    def __init__(self, pool: BlockPool, group: int, block_tokens: int) -> None:
+        self._pool = pool
+        self._group = group
+        self._size = block_tokens
+        self._nodes: OrderedDict[Node, None] = OrderedDict()
+
+    def note(self, node: Node) -> None:
+        """`node` was used just now."""
+        if self._count(node) > 0:
+            self._nodes[node] = None
+            self._nodes.move_to_end(node)
+
+    def forget(self, node: Node) -> None:
+        """`node` is locked or gone."""
+        self._nodes.pop(node, None)
+
+    def strip(self, wanted: int, log: OpLog) -> int:
+        """Free up to `wanted` interior blocks, of the least recently used nodes first, in a node
+        the deepest first; returns how many. Blocks that others refer to stay."""
+        freed = 0
+        while freed < wanted and self._nodes:
+            node = next(iter(self._nodes))
+            run, taken = node.blocks[self._group], []
+            for i in range(self._count(node) - 1, -1, -1):
+                if run[i] >= 0 and self._pool.references(run[i]) == 1:
+                    taken.append(i)
+                    if freed + len(taken) == wanted:
+                        break
+            else:
+                del self._nodes[node]  # until it is used again
+            blocks = [run[i] for i in taken]
+            log.record(CacheOpKind.REMOVED, self._group, [node.keys[i] for i in taken], blocks)
+            for i in taken:
+                run[i] = -1
+            freed += self._pool.release_idle(blocks)
+        return freed
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._nodes)
+
+    def _count(self, node: Node) -> int:
+        """How many of the node's first full blocks lie outside the window before its end."""
+        edge = (node.end - self._pool.group.window_tokens) // self._size
+        return min(edge - node.start // self._size, len(node.blocks[self._group]))
