@@ -54,13 +54,13 @@ def measure(count: int = 64, seed: int = 1, blocks: int | None = None) -> Waste:
     allocated = wasted = valid_all = reserved_all = fit = steps = 0
     while core.has_work():
         core.step()
-        tables = core.allocation()
-        held = sum(t.blocks for t in tables) * size
-        valid = sum(t.tokens for t in tables)
+        running = core.scheduler.running
+        held = sum(len(sequence.tables[0]) for sequence in running) * size
+        valid = sum(sequence.computed for sequence in running)
         assert valid <= held
         allocated, wasted = allocated + held, wasted + held - valid
-        valid_all, reserved_all = valid_all + valid, reserved_all + len(tables) * LENGTH_MAX
-        fit, steps = max(fit, len(tables)), steps + 1
+        valid_all, reserved_all = valid_all + valid, reserved_all + len(running) * LENGTH_MAX
+        fit, steps = max(fit, len(running)), steps + 1
     return Waste(
         paged=wasted / allocated,
         contiguous=1 - valid_all / reserved_all,
