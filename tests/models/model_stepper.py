@@ -59,6 +59,10 @@ class Stepper:
         made.computed = tokens
         return made, copies
 
+    def take(self, group: int, blocks: Sequence[int]) -> None:
+        """Never hand out these blocks: the test has put something into them."""
+        self._free[group] = [block for block in self._free[group] if block not in blocks]
+
     def step(
         self, work: Sequence[tuple[Stream, int]], copies: Sequence[BlockCopy] = ()
     ) -> StepPlan:
@@ -106,11 +110,20 @@ class Stepper:
                 self._free[group].insert(0, table[index])
                 table[index] = -1
 
+    def remove(self, stream: Stream) -> None:
+        """Poison and reuse the blocks of a stream that shares none."""
+        for group, table in enumerate(stream.tables):
+            held = [block for block in table if block >= 0]
+            self.model.poison(group, held)
+            self._free[group] = held + self._free[group]
+            table.clear()
+
 
 def run_chunked(stepper: Stepper, token_ids: Sequence[int], chunk: int) -> torch.Tensor:
     """Logits [tokens, vocab] of one sequence computed `chunk` tokens at a time."""
-    sequence = stepper.add(token_ids)
-    while sequence.computed < len(token_ids):
-        left = len(token_ids) - sequence.computed
-        stepper.step([(sequence, min(chunk, left))])
-    return torch.stack(sequence.logits)
+    stream = stepper.add(token_ids)
+    while stream.computed < len(token_ids):
+        left = len(token_ids) - stream.computed
+        stepper.step([(stream, min(chunk, left))])
+    stepper.remove(stream)
+    return torch.stack(stream.logits)
