@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 
 from banyan.cluster import processes, ray_head, state, stop
+from banyan.cluster.interrupts import held_back
 from banyan.cluster.processes import Process
 from banyan.cluster.spec import ClusterSpec, check, cores, gpus, router_addresses, uses_gpu
 from banyan.cluster.state import ClusterRecord, RayRecord, RouterRecord
@@ -80,9 +81,10 @@ def up(spec: ClusterSpec, report: Report) -> ClusterRecord:
         launch = _Launch(spec, path, record, report, time.monotonic() + spec.timeout_s)
         launch.save()
         with _undone_on_failure(launch):
-            _start_routers(launch, listens)
-            _start_ray(launch)
-            _start_fleet(launch)
+            with held_back():
+                _start_routers(launch, listens)
+                _start_ray(launch)
+                _start_fleet(launch)
             _wait_routers(launch)
             _start_replicas(launch)
             _wait_replicas(launch)
@@ -106,10 +108,11 @@ def _undone_on_failure(launch: _Launch) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if launch.fleet is not None and launch.fleet.poll() is None:
-            launch.fleet.kill()
-            launch.fleet.wait()
-        stop.clear(launch.record)
+        with held_back():
+            if launch.fleet is not None and launch.fleet.poll() is None:
+                launch.fleet.kill()
+                launch.fleet.wait()
+            stop.clear(launch.record)
         raise
 
 

@@ -114,6 +114,6 @@ def test_second_up_is_refused(cluster) -> None:
     done = cluster.banyan("up", "--model", "fake:full", "--listen", "127.0.0.1:0")
     assert done.returncode == 1
     assert done.stderr.strip() == (
-        "error: Cluster e2e is running: `banyan down --name e2e` ends it."
+        "error: Cluster e2e is running already: `banyan down --name e2e` ends it."
     )
     assert json.loads(cluster.banyan("status", "--json").stdout)["phase"] == "running"
