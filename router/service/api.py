@@ -7,7 +7,7 @@ import logging
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
 from banyan.v1 import api_pb2, api_pb2_grpc, common_pb2, internal_pb2
@@ -110,7 +110,7 @@ class Api(api_pb2_grpc.BanyanServicer):
         relay = Relay(stream, self._core, self._fleet, deadline, self._config.queue_wait_s_max)
         self._relays.add(relay)
         try:
-            await relay.run(context.write)
+            await relay.run(_writer(context))
         finally:
             self._relays.discard(relay)
 
@@ -329,8 +329,6 @@ class Api(api_pb2_grpc.BanyanServicer):
         except BanyanError as error:
             failure = error
         except Exception as error:
-            if context.cancelled() or context.done():
-                raise asyncio.CancelledError from None  # the caller left while we wrote
             failure = _unexpected(error)
         await abort(context, failure)
 
@@ -344,6 +342,16 @@ class Api(api_pb2_grpc.BanyanServicer):
         except TimeoutError:
             for relay in list(self._relays):
                 relay.stop(NoReplica("The router is stopping; another one can go on."))
+
+
+def _writer(context: Context) -> Callable[[api_pb2.GenerateResponse], Awaitable[None]]:
+    async def write(response: api_pb2.GenerateResponse) -> None:
+        try:
+            await context.write(response)
+        except Exception:  # the library has no public class for it: the client is gone
+            raise asyncio.CancelledError from None
+
+    return write
 
 
 def _unexpected(error: Exception) -> InternalError:

@@ -44,8 +44,9 @@ async def find_place(
     loop = asyncio.get_running_loop()
     due_s = loop.time() + wait_s
     while True:
+        wanted = request()  # may raise: the stream was stopped
         try:
-            return core.place(request())
+            return core.place(wanted)
         except NoReplica:
             if not await fleet.change(due_s - loop.time()):
                 raise
