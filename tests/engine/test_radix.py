@@ -298,6 +298,36 @@ def test_a_running_request_that_publishes_block_by_block_makes_one_node() -> Non
     bench.check()
 
 
+def test_a_hold_given_to_insert_moves_on_with_what_is_inserted() -> None:
+    bench = Bench()
+    bench.put([1] * 8)
+    hold = bench.cache.hold(bench.cache.match(CHAIN, [1] * 8, 8))
+    blocks = [*hold.blocks[0], *(bench.pools[0].allocate(6) or [])]
+    tokens = [*[1] * 8, *range(24)]
+    for valid in range(8, 33):
+        whole = keys.chain(CHAIN, tokens[:valid])
+        bench.cache.insert(CHAIN, tokens, whole, [blocks], valid, partial=False, hold=hold)
+        assert bench.cache.evictable(0) == 0
+    assert len(list(bench.cache._tree.nodes())) == 1
+    bench.cache.clear()
+    assert bench.depth(tokens) == 32
+    bench.cache.check_integrity()
+    bench.cache.unlock(hold)
+    bench.pools[0].release(blocks)
+    bench.check()
+    bench.cache.clear()
+    assert bench.pools[0].free == 64
+
+
+def test_an_insert_does_not_lengthen_somebody_elses_lock() -> None:
+    bench = Bench()
+    bench.put([1] * 8)
+    hold = bench.cache.hold(bench.cache.match(CHAIN, [1] * 8, 8))
+    bench.put([1] * 20)
+    assert bench.cache.evictable(0) == 3
+    bench.cache.unlock(hold)
+
+
 WINDOWED = (FULL, KVGroup(1, GroupKind.WINDOW, (1,), 64, window_tokens=6))
 
 
@@ -381,6 +411,29 @@ def test_a_long_generation_under_a_small_window_pool_keeps_its_prefix() -> None:
         cache.insert(CHAIN, tokens, keys.chain(CHAIN, tokens[:end]), blocks, end, partial=False)
     assert cache.match(CHAIN, tokens, 200).tokens == 200
     cache.check_integrity()
+
+
+def test_a_lock_does_not_pin_window_blocks_that_only_the_cache_has() -> None:
+    bench = Bench(*WINDOWED, blocks=10)
+    bench.put([1] * 40)
+    match = bench.cache.match(CHAIN, [1] * 40, 40)
+    hold = bench.cache.hold(match)
+    assert [bench.cache.evictable(g) for g in (0, 1)] == [0, 8]
+    assert not bench.cache.evict([1, 0])
+    assert not bench.cache.evict([0, 9])
+    assert bench.cache.evict([0, 8])
+    assert bench.cache.match(CHAIN, [1] * 40, 40).blocks == match.blocks
+    bench.pools[1].release(hold.blocks[1])  # its owner's window has moved on
+    assert bench.cache.evict([0, 10])
+    assert bench.depth([1] * 40) == 0
+    bench.cache.check_integrity()
+    computed_again = bench.pools[1].allocate(10) or []
+    bench.insert([1] * 40, [match.blocks[0], computed_again])
+    bench.pools[1].release(computed_again)
+    assert bench.depth([1] * 40) == 40
+    bench.cache.unlock(hold)
+    bench.pools[0].release(hold.blocks[0])
+    bench.check()
 
 
 def test_a_full_group_with_a_hole_is_refused() -> None:

@@ -1,8 +1,9 @@
 """BlockPool: reference counts and the free list of one KV group's blocks; it knows no bytes.
 
-A reference is *busy* (a request's, or the radix cache's on a node in use) or *idle* (the cache's on
-a node it could drop now). A block whose references are all idle is evictable, and the pool counts
-those as they change, so that "how much could eviction free" is one attribute whoever holds what.
+A reference is *busy* (a request's, or the radix cache's where it must keep the block) or *idle*
+(the cache's where it could drop the block now). A block whose references are all idle is evictable,
+and the pool counts those as they change, so that "how much could eviction free" is one attribute
+whoever holds what.
 """
 
 from __future__ import annotations
@@ -56,6 +57,10 @@ class BlockPool:
         for block in taken:
             self._references[block] = 1
         return taken
+
+    def is_evictable(self, block: int) -> bool:
+        """Whether `block` has idle references only."""
+        return 0 < self._references[block] == self._idle[block]
 
     def references(self, block: int) -> int:
         """How many references, busy and idle, `block` has; 0 = free."""

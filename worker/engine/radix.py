@@ -8,8 +8,8 @@ A path-compressed radix tree per chain root (radix_node.py). What is worth knowi
 - A node that ends inside a block and the children that begin there each need that block with
   different content after the cut. A parent's tail is pointed at a child's block whenever that
   frees its own, so a branch with n children costs n blocks, not n + 1.
-- A leaf that ends on a block edge and is not in use grows in place, so a running request that
-  publishes block by block makes one node.
+- A leaf that ends on a block edge and that nobody but the inserter uses grows in place, so a
+  running request that publishes block by block makes one node.
 - Eviction takes the least recently used leaf and cuts blocks off its end: a node's blocks all have
   the same age, the last one is the least useful (nobody can use it without the others), and a
   100,000-token leaf is not lost for want of one block.
@@ -54,7 +54,6 @@ class Hold:
     tokens: int
     blocks: tuple[tuple[int, ...], ...]
     boundary: tuple[int, ...] | None
-    node: Node = field(repr=False)
 
 
 class RadixCache:
@@ -71,7 +70,7 @@ class RadixCache:
             if pool.group.kind is GroupKind.WINDOW
         )
         self._tree = RadixTree(self._pools, block_tokens)
-        self._holds: set[Hold] = set()
+        self._holds: dict[Hold, Node] = {}  # -> the node it locks
 
     def match(self, chain: ChainSpec, tokens: Sequence[int], limit: int) -> Match:
         """The longest prefix of tokens[:limit] whose KV is usable in every group.
@@ -127,15 +126,14 @@ class RadixCache:
             pool.retain(match.blocks[g])
             if match.boundary is not None:
                 pool.retain((match.boundary[g],))
-        hold = Hold(match.tokens, match.blocks, match.boundary, match.node)
-        self._holds.add(hold)
+        hold = Hold(match.tokens, match.blocks, match.boundary)
+        self._holds[hold] = match.node
         self._tree.lock(match.node)
         return hold
 
     def unlock(self, hold: Hold) -> None:
         """Let the path be evicted again, as used just now. Block references stay the caller's."""
-        self._holds.remove(hold)
-        self._tree.unlock(hold.node)
+        self._tree.unlock(self._holds.pop(hold))
 
     def insert(
         self,
@@ -146,6 +144,7 @@ class RadixCache:
         valid: int,
         *,
         partial: bool,
+        hold: Hold | None = None,
     ) -> int:
         """Make the first `valid` tokens, whose KV is computed, findable; returns the blocks of
         group 0 adopted. Marks the path as used.
@@ -154,7 +153,8 @@ class RadixCache:
         positions of block i, from its start, in group g (-1 where a window group has dropped it).
         Retains what it adopts: blocks for tokens not yet known, and window blocks missing so far.
         Without `partial` the block that is not full is left out, as its owner still writes it;
-        with it the owner must write none of the blocks any more.
+        with it the owner must write none of the blocks any more. `hold`, if given, is of a prefix
+        of the same tokens; its lock moves on to the end of what is findable now.
         """
         assert chain.block_tokens == self._size and 0 <= valid <= len(tokens)
         end = valid if partial else valid - valid % self._size
@@ -169,14 +169,18 @@ class RadixCache:
         for g, _ in self._windows:
             for covered in path:
                 self._tree.fill(covered, g, blocks[g])
-        node, adopted = path[-1], 0
+        node, adopted, own = path[-1], 0, self._holds[hold] if hold else None
         for stop in [*(mark for mark in sorted(marks) if mark > matched), end]:
             if matched < stop:
                 piece = self._piece(query, matched, stop, keys, blocks)
-                node = self._tree.append(node, piece, marks.get(matched))
+                node = self._tree.append(node, piece, marks.get(matched), own)
                 adopted += len(piece.references(0))
                 matched = stop
         self._tree.touch(node)
+        if hold is not None and own is not None and own.end < node.end:
+            self._tree.lock(node)
+            self._tree.unlock(own)
+            self._holds[hold] = node
         return adopted
 
     def _piece(
@@ -202,8 +206,9 @@ class RadixCache:
     def evict(self, needed: Sequence[int]) -> bool:
         """Drop the least recently used blocks until pools[g].free >= needed[g] for every g.
 
-        False, and nothing dropped, if all that is unlocked would not be enough. A window group
-        that alone is short first loses blocks inside nodes (radix_window.py).
+        False, and nothing dropped, if all that may be would not be enough. A window group that
+        alone is short first loses blocks inside nodes (radix_window.py), locked or not; what only
+        locked nodes have at their ends goes last.
         """
         wanted = list(zip(self._pools, needed, strict=True))
         if any(pool.free + pool.evictable < count for pool, count in wanted):
@@ -211,14 +216,18 @@ class RadixCache:
         windows = [g for g, _ in self._windows]
         self._drop_leaves([pair for g, pair in enumerate(wanted) if g not in windows])
         for g in windows:
-            self._tree.strip(g, needed[g] - self._pools[g].free)
+            self._tree.strip_interior(g, needed[g] - self._pools[g].free)
         self._drop_leaves(wanted)
+        for g in windows:
+            self._tree.strip_locked(g, needed[g] - self._pools[g].free)
+        assert all(pool.free >= count for pool, count in wanted), "evictable blocks were not"
         return True
 
     def _drop_leaves(self, wanted: Sequence[tuple[BlockPool, int]]) -> None:
         while (short := max(count - pool.free for pool, count in wanted)) > 0:
             node = self._tree.recency.oldest()
-            assert node is not None, "evictable blocks without a node to drop"
+            if node is None:
+                return
             self._tree.drop(node, short)
 
     def evictable(self, group: int) -> int:
@@ -226,7 +235,7 @@ class RadixCache:
         return self._pools[group].evictable
 
     def clear(self) -> None:
-        """Drop everything unlocked."""
+        """Drop every unlocked node."""
         while (node := self._tree.recency.oldest()) is not None:
             self._tree.drop(node, node.end)
 
@@ -252,4 +261,4 @@ class RadixCache:
 
     def check_integrity(self) -> None:
         """Assert everything the tree promises about itself and the pools. O(tokens)."""
-        check_tree(self._tree, self._size, [hold.node for hold in self._holds])
+        check_tree(self._tree, self._size, list(self._holds.values()))

@@ -19,11 +19,12 @@ def check_tree(tree: RadixTree, block_tokens: int, held: Sequence[Node]) -> None
     Shape: parents and children agree, runs join, borders lie where the labels say. Keys: equal to
     the key function's. Blocks: as many as the range needs, all live, -1 only in window groups.
     Locks: the holds at or below a node. Recency: all unlocked nodes, each newer than its
-    descendants; nodes listed for their interior are among them. Counts: idle references per block, and with them the evictable counts.
+    descendants. Counts: idle references per block, and with them the evictable counts.
     """
     pools = tree.pools
     locks = Counter(id(above) for node in held for above in upwards(node))
     unlocked: dict[int, Node] = {}
+    known: set[int] = set()
     idle = [Counter[int]() for _ in pools]
     used = [Counter[int]() for _ in pools]
     for root_id, root in tree.roots.items():
@@ -38,17 +39,18 @@ def check_tree(tree: RadixTree, block_tokens: int, held: Sequence[Node]) -> None
             assert node.locks == locks[id(node)], "locks differ from the holds below"
             if node.locks == 0:
                 unlocked[id(node)] = node
+            known.add(id(node))
             for g in range(len(pools)):
                 blocks = [block for block in node.references(g) if block >= 0]
                 used[g].update(blocks)
-                if node.locks == 0:
+                if node.locks == 0 or g in tree.interior:
                     idle[g].update(blocks)
             below = prefix.through(node, block_tokens)
             stack.extend((child, below) for child in node.children.values())
     _check_recency(list(tree.recency), unlocked)
     _check_counts(pools, used, idle)
     for interior in tree.interior.values():
-        assert all(id(node) in unlocked for node in interior), "a locked or lost node is listed"
+        assert all(id(node) in known for node in interior), "a node that is gone is listed"
 
 
 class _Prefix:

@@ -22,12 +22,16 @@ from worker.engine.radix_node import (
     split_node,
 )
 from worker.engine.radix_ops import OpLog
-from worker.engine.radix_window import InteriorBlocks
+from worker.engine.radix_window import InteriorBlocks, strip_node
 
 
 class RadixTree:
-    """One tree per chain root over the same pools. Unlocked nodes hold idle references, locked
-    ones busy references."""
+    """One tree per chain root over the same pools.
+
+    A node's references are idle while it is unlocked, busy while it is locked. Those to a window
+    group's blocks are always idle: whoever locks a path holds the window blocks it needs itself,
+    and the ones its window has passed must not be pinned by its own lock.
+    """
 
     def __init__(self, pools: Sequence[BlockPool], block_tokens: int) -> None:
         self.pools = tuple(pools)
@@ -36,11 +40,12 @@ class RadixTree:
         self.log = OpLog(len(self.pools))
         self.version = 0  # changes whenever an earlier match may have become wrong
         self._size = block_tokens
-        self.interior = {  # of each window group
+        self.interior = {  # of each window group; nodes locked or not
             g: InteriorBlocks(pool, g, block_tokens)
             for g, pool in enumerate(self.pools)
             if pool.group.kind is GroupKind.WINDOW
         }
+        self._lockable = [(g, pool) for g, pool in enumerate(self.pools) if g not in self.interior]
 
     def root(self, root_id: RootId) -> Node:
         """The root node, made if it is not there."""
@@ -85,26 +90,31 @@ class RadixTree:
         for g, block in enumerate(upper.tail):
             self._retain(upper, g, [block])
         if node.locks == 0:
-            self._enlist(upper)
+            self.recency.push(upper)
+        self._note(upper)
         return upper
 
-    def append(self, node: Node, piece: Node, mark: bytes | None) -> Node:
-        """Adopt `piece` (holding nothing yet) below `node`: as its continuation in place if it is
-        an unlocked leaf that ends on a block edge, else as a child. Returns where the piece is.
+    def append(self, node: Node, piece: Node, mark: bytes | None, own: Node | None) -> Node:
+        """Adopt `piece` (holding nothing yet) below `node`: as its continuation in place if that
+        is a leaf, ends on a block edge and is locked by nobody but the inserter (once, if it is
+        `own`); else as a child. Returns where the piece is.
 
         The caller touches the path afterwards.
         """
         self.version += 1
-        for g, pool in enumerate(self.pools):
-            pool.retain_idle(piece.references(g))
-            self.log.record(CacheOpKind.STORED, g, piece.keys, piece.blocks[g])
+        groups = range(len(self.pools))
         leaf = not node.children and node.parent is not None
-        if leaf and node.locks == 0 and mark is None and not node.tail:
+        in_place = leaf and mark is None and not node.tail and node.locks == (node is own)
+        target = node if in_place else piece
+        for g in groups:
+            self._retain(target, g, piece.references(g))
+            self.log.record(CacheOpKind.STORED, g, piece.keys, piece.blocks[g])
+        if in_place:
             node.extend(piece)
             return node
         piece.attach(node, (mark or b"") + piece.tokens[:TOKEN_BYTES])
-        self._enlist(piece)
-        for g in range(len(self.pools)):
+        self.recency.push(piece)
+        for g in groups:
             self._share_tail(node, g, piece.first_block(g))
         return piece
 
@@ -127,8 +137,8 @@ class RadixTree:
         for above in upwards(node):
             above.locks += 1
             if above.locks == 1:
-                self._delist(above)
-                for g, pool in enumerate(self.pools):
+                self.recency.remove(above)
+                for g, pool in self._lockable:
                     pool.to_busy(above.references(g))
 
     def unlock(self, node: Node) -> None:
@@ -137,23 +147,29 @@ class RadixTree:
             assert above.locks > 0
             above.locks -= 1
             if above.locks == 0:
-                self._enlist(above)
-                for g, pool in enumerate(self.pools):
+                self.recency.push(above)
+                for g, pool in self._lockable:
                     pool.to_idle(above.references(g))
 
     def touch(self, node: Node) -> None:
         """Make `node` and its ancestors the newest."""
         for above in upwards(node):
-            if above.locks:
-                break  # and so are all further up: not in the list
-            self.recency.touch(above)
-            for interior in self.interior.values():
-                interior.note(above)
+            if above.locks == 0:
+                self.recency.touch(above)
+            self._note(above)
 
-    def strip(self, group: int, count: int) -> None:
+    def strip_interior(self, group: int, count: int) -> None:
         """Free up to `count` blocks of a window group inside nodes, none of another group."""
-        if self.interior[group].strip(count, self.log):
+        if count > 0 and self.interior[group].strip(count, self.log):
             self.version += 1
+
+    def strip_locked(self, group: int, count: int) -> None:
+        """Free up to `count` blocks of a window group that only locked nodes refer to. Looks at
+        every node: a last resort."""
+        for node in self.nodes():
+            if count > 0 and node.locks:
+                count -= strip_node(node, group, count, self.pools[group], self.log)
+                self.version += 1
 
     def drop(self, leaf: Node, count: int) -> None:
         """Cut the last `count` blocks off an unlocked leaf; all of it if it has no more.
@@ -171,18 +187,14 @@ class RadixTree:
             self.log.record(CacheOpKind.REMOVED, g, keys, blocks[: len(keys)])
             pool.release_idle(blocks)
         if keep == 0:
-            self._delist(leaf)
+            self.recency.remove(leaf)
+            for interior in self.interior.values():
+                interior.forget(leaf)
             self._inherit_tail(leaf.detach(), heads)
 
-    def _enlist(self, node: Node) -> None:
-        self.recency.push(node)
+    def _note(self, node: Node) -> None:
         for interior in self.interior.values():
             interior.note(node)
-
-    def _delist(self, node: Node) -> None:
-        self.recency.remove(node)
-        for interior in self.interior.values():
-            interior.forget(node)
 
     def _inherit_tail(self, parent: Node, heads: list[int]) -> None:
         """A child with first blocks `heads` is gone: share another child's block instead."""
@@ -210,11 +222,13 @@ class RadixTree:
         for above in sharers:
             self._retain(above, group, [block])
             above.tail[group] = block
-            (pool.release if above.locks else pool.release_idle)([old])
+            busy = above.locks and group not in self.interior
+            (pool.release if busy else pool.release_idle)([old])
 
     def _retain(self, node: Node, group: int, blocks: list[int]) -> None:
         pool = self.pools[group]
-        (pool.retain if node.locks else pool.retain_idle)(blocks)
+        busy = node.locks and group not in self.interior
+        (pool.retain if busy else pool.retain_idle)(blocks)
 
 
 def upwards(node: Node) -> Iterator[Node]:

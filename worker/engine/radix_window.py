@@ -4,6 +4,7 @@ It knows nodes of one group at a time. A window group's block serves only matche
 less than a window after it. Inside a long node nobody has branched off yet, so blocks farther from
 the node's end than the window (its *interior*) are the first to go when the group runs short: that
 takes nothing from matches that end where earlier ones ended, and no block of another group.
+Locks do not matter here: a block that only the cache refers to is needed by no running request.
 """
 
 from __future__ import annotations
@@ -42,8 +43,25 @@ def fit_window(
     return 0
 
 
+def strip_node(node: Node, group: int, wanted: int, pool: BlockPool, log: OpLog) -> int:
+    """Let go of blocks of `group` in `node` that only nodes refer to, the deepest first, until
+    `wanted` are free; returns how many are. One that nodes share is free once all let go."""
+    run, tail, freed = node.blocks[group], node.tail, 0
+    if tail and tail[group] >= 0 and pool.is_evictable(tail[group]):
+        freed += pool.release_idle([tail[group]])
+        tail[group] = -1
+    for i in range(len(run) - 1, -1, -1):
+        if freed == wanted:
+            break
+        if run[i] >= 0 and pool.is_evictable(run[i]):
+            log.record(CacheOpKind.REMOVED, group, [node.keys[i]], [run[i]])
+            freed += pool.release_idle([run[i]])
+            run[i] = -1
+    return freed
+
+
 class InteriorBlocks:
-    """Unlocked nodes that may have interior blocks of one window group, in order of use."""
+    """Nodes that may have interior blocks of one window group, in order of use."""
 
     def __init__(self, pool: BlockPool, group: int, block_tokens: int) -> None:
         self._pool = pool
@@ -58,7 +76,7 @@ class InteriorBlocks:
             self._nodes.move_to_end(node)
 
     def forget(self, node: Node) -> None:
-        """`node` is locked or gone."""
+        """`node` is gone."""
         self._nodes.pop(node, None)
 
     def strip(self, wanted: int, log: OpLog) -> int:
