@@ -74,7 +74,7 @@ class Scheduler:
     def granted(self, request: Request) -> None:
         """A request has more credit: its parked sequences queue again."""
         for sequence in request.sequences:
-            if sequence.state is State.PARKED and sequence.credit > 0:
+            if sequence.state is State.PARKED:
                 del self.parked[sequence.id]
                 self.enter(sequence)
 

@@ -97,9 +97,9 @@ class _Pool:
             array[blocks] = value
 
 
-def _extend_full(group: KVGroup, width: int, prefix: bytes, start: int, ids: list[int]) -> bytes:
+def _extend_full(key: bytes, width: int, prefix: bytes, start: int, ids: list[int]) -> bytes:
     """KV of `ids` at positions start.. after `prefix`: each hashes all before it."""
-    state = hashlib.blake2b(prefix, digest_size=width, person=bytes([group.id + 1]))
+    state = hashlib.blake2b(prefix, digest_size=width, key=key)
     out = []
     for position, token in enumerate(ids, start):
         own = state.copy()
@@ -110,12 +110,13 @@ def _extend_full(group: KVGroup, width: int, prefix: bytes, start: int, ids: lis
     return b"".join(out)
 
 
-def _extend_window(group: KVGroup, width: int, prefix: bytes, start: int, ids: list[int]) -> bytes:
+def _extend_window(
+    key: bytes, width: int, window_tokens: int, prefix: bytes, start: int, ids: list[int]
+) -> bytes:
     """The same for a window group: each hashes only the window_tokens - 1 positions before it."""
-    seen, visible = bytearray(prefix), (group.window_tokens - 1) * width
-    person = bytes([group.id + 1])
+    seen, visible = bytearray(prefix), (window_tokens - 1) * width
     for position, token in enumerate(ids, start):
-        own = hashlib.blake2b(seen[-visible:], digest_size=width, person=person)
+        own = hashlib.blake2b(seen[-visible:], digest_size=width, key=key)
         own.update(struct.pack("<II", position, token))
         seen += own.digest()
     return bytes(seen[len(prefix) :])
@@ -128,6 +129,7 @@ class FakeModel:
         self._spec, self._mask = spec, mask
         self._pools: list[_Pool] = []
         self._widths = [g.block_bytes * g.ranks // spec.block_tokens for g in spec.groups]
+        self._keys = [f"{g.id} {spec.fingerprint}".encode()[:64] for g in spec.groups]
 
     @property
     def spec(self) -> ModelSpec:
@@ -168,9 +170,10 @@ class FakeModel:
             pool.write(plan.slots[g][begin:end], self._extend(g, seen, first, ids))
 
     def _extend(self, g: int, seen: bytes, start: int, ids: list[int]) -> bytes:
-        group = self._spec.groups[g]
-        extend = _extend_window if group.kind is GroupKind.WINDOW else _extend_full
-        return extend(group, self._widths[g], seen, start, ids)
+        key, width, window = self._keys[g], self._widths[g], self._spec.groups[g].window_tokens
+        if window:
+            return _extend_window(key, width, window, seen, start, ids)
+        return _extend_full(key, width, seen, start, ids)
 
     def _visible_digest(self, plan: StepPlan, row: int) -> bytes:
         """Hash of all KV that row sees, own position included, of every group."""
@@ -244,11 +247,12 @@ def fake_model(
     vocab_tokens: int = 256,
     block_tokens: int = DEFAULT_BLOCK_TOKENS,
     name: str = "fake",
+    weights: int = 0,
 ) -> FakeModel:
     """A FakeModel of "SHAPE" or "SHAPE/LAYOUT" (SHAPES, LAYOUTS); the end token is the highest id.
 
-    Models that differ only in layout, ranks or context give the same tokens and have one
-    fingerprint; another `name` is another model. Raises ModelLoadError for an unknown shape.
+    Models that differ only in name, layout, ranks or context give the same tokens and have one
+    fingerprint; other `weights` are another model. Raises ModelLoadError for an unknown shape.
     """
     kind, _, layout = shape.partition("/")
     layout = layout or "plain"
@@ -257,7 +261,7 @@ def fake_model(
         raise ModelLoadError(f"There is no such fake model; the shapes are {known}.")
     groups = SHAPES[kind](block_tokens)
     meaning = [(g.kind.value, g.window_tokens) for g in groups]
-    identity = repr(("fake/1", name, vocab_tokens, meaning)).encode()
+    identity = repr(("fake/1", weights, vocab_tokens, meaning)).encode()
     spec = ModelSpec(
         name=name,
         fingerprint=hashlib.sha256(identity).hexdigest(),

@@ -1,0 +1,320 @@
+"""A seeded stateful machine over EngineCore: random requests, cancels, grants, deadlines, pressure
+and faults, with the conservation law checked after every step and every output against the oracle.
+"""
+
+import contextlib
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from seams.clock import VirtualClock
+from seams.errors import BanyanError, Cancelled, DeadlineExceeded, InternalError, OutOfBlocks
+from worker.config import EngineConfig
+from worker.engine.core import EngineCore
+from worker.engine.messages import CacheOpKind, Emission, EngineRequest, Finish, StepOutput
+from worker.engine.plan import SampleRow, StepPlan
+from worker.engine.sampler import Sampled, sample
+from worker.engine.sampling import SamplingParams
+from worker.models.fake import FakeModel, fake_model
+
+SHAPES = ("full", "window", "latent", "ranks", "full/inverted", "window/inverted")
+
+
+class Injected(Exception):
+    """A fault of the model or the sampler."""
+
+
+class FaultyModel(FakeModel):
+    """A FakeModel whose next execute can be told to fail, before or after it wrote."""
+
+    fault: str | None = None
+
+    def execute(self, plan: StepPlan) -> torch.Tensor:
+        fault, self.fault = self.fault, None
+        if fault == "before":
+            raise Injected
+        logits = super().execute(plan)
+        if fault == "after":
+            raise Injected
+        if fault == "nan" and len(plan.samples):
+            logits[0] = float("nan")
+        return logits
+
+
+def faulty(model: FakeModel) -> FaultyModel:
+    return FaultyModel(model.spec, model._mask)
+
+
+def expected_tokens(
+    model: FakeModel, spec: EngineRequest, choice: int, count: int
+) -> tuple[int, ...]:
+    """What a run of this request alone, without any cache, gives."""
+    if spec.sampling.temperature == 0 and not spec.sampling.needs_history:
+        ignore = spec.sampling.ignore_eos
+        return tuple(model.oracle(spec.token_ids, count, ignore_eos=ignore))
+    tokens, prompt = list(spec.token_ids), spec.prompt_tokens
+    for _ in range(count):
+        row = SampleRow(
+            0,
+            0,
+            choice,
+            len(tokens) - prompt,
+            spec.sampling,
+            tuple(tokens[:prompt]),
+            tuple(tokens[prompt:]),
+        )
+        logits = model.oracle_logits(tokens).unsqueeze(0)
+        tokens.append(sample(logits, [row], model.spec.eos_token_ids)[0].token_id)
+    return tuple(tokens[len(spec.token_ids) :])
+
+
+@dataclass
+class Tracked:
+    """What the machine knows of a request it submitted."""
+
+    spec: EngineRequest
+    outputs: dict[int, list[int]] = field(default_factory=dict)
+    finishes: dict[int, Finish] = field(default_factory=dict)
+    granted: int = 0
+    last: Emission | None = None
+
+
+class Machine:
+    """One engine and one source of chance; `run` makes it step."""
+
+    def __init__(self, shape: str, seed: int) -> None:
+        self.seed = seed
+        self.random = random.Random(f"{shape}/{seed}")
+        self.clock = VirtualClock()
+        block_tokens = self.random.choice([1, 2, 4, 4, 8, 16])
+        self.model = faulty(fake_model(shape, context_tokens=160, block_tokens=block_tokens))
+        total = self.random.choice([90, 150, 200, 400]) // block_tokens + 2
+        self.config = EngineConfig(
+            blocks=tuple(total for _ in self.model.spec.groups),
+            step_tokens_max=self.random.choice([3, 16, 40, 200]),
+            running_max=self.random.choice([3, 6, 12]),
+            waiting_max=self.random.choice([4, 30]),
+            poison_freed=True,
+        )
+        self.core = EngineCore(self.model, self.config, self.clock, self._sample)
+        self.tracked: dict[str, Tracked] = {}
+        self.live: dict[str, Tracked] = {}
+        self.mirror: list[set[bytes]] = [set() for _ in self.model.spec.groups]
+        self.counts: Counter[str] = Counter()
+        self.sampler_fault = False
+        self.expected_internal: set[str] = set()
+        self.prefixes = [self._ids(self.random.randrange(1, 90)) for _ in range(4)]
+
+    def _ids(self, count: int) -> tuple[int, ...]:
+        return tuple(self.random.randrange(255) for _ in range(count))
+
+    def _sample(
+        self, logits: torch.Tensor, rows: Sequence[SampleRow], eos: Sequence[int]
+    ) -> list[Sampled]:
+        if self.sampler_fault:
+            self.sampler_fault = False
+            raise Injected
+        return sample(logits, rows, eos)
+
+    # --- operations --------------------------------------------------------------------------
+
+    def submit(self) -> None:
+        chance, name = self.random, f"r{len(self.tracked)}"
+        prompt = chance.choice(self.prefixes)[: chance.randrange(0, 91)]
+        prompt += self._ids(chance.choice([0, 1, 3, 20]))
+        prompt = prompt or self._ids(1)
+        n = chance.choice([1, 1, 1, 2, 4])
+        resumed = self._ids(chance.randrange(1, 9)) if n == 1 and chance.random() < 0.1 else ()
+        sampling = SamplingParams(
+            seed=chance.randrange(1000),
+            max_tokens=len(resumed) + chance.choice([1, 2, 10, 40]),
+            temperature=0.0 if n == 1 and chance.random() < 0.8 else 1.0,
+            frequency_penalty=0.5 if chance.random() < 0.1 else 0.0,
+            n=n,
+        )
+        tenant = chance.choice(["a", "b", "c"])
+        deadline_s = self.clock.now() + chance.random() * 20 if chance.random() < 0.05 else None
+        spec = EngineRequest(
+            request_id=name,
+            token_ids=prompt + resumed,
+            prompt_tokens=len(prompt),
+            sampling=sampling,
+            tenant=tenant,
+            salt=tenant.encode() * 32,
+            private_from=chance.choice([0, 0, 16, 1000]),
+            priority=chance.choice([0, 0, 5, -5]),
+            deadline_s=deadline_s,
+            credit_tokens=chance.choice([0, 1, 5, 1000, 1000, 1000]),
+            no_cache=chance.random() < 0.05,
+        )
+        self.tracked[name] = self.live[name] = Tracked(spec, granted=spec.credit_tokens)
+        self.core.submit(spec)
+
+    def cancel(self) -> None:
+        if self.live:
+            self.core.cancel(self.random.choice(sorted(self.live)))
+            self.core.check_integrity()
+
+    def grant(self) -> None:
+        for name in self.random.sample(sorted(self.live), min(4, len(self.live))):
+            tokens = self.random.choice([1, 7, 100])
+            self.live[name].granted += tokens
+            self.core.grant(name, tokens)
+
+    def fault(self) -> None:
+        kind = self.random.choice(["before", "after", "nan", "sampler"])
+        if kind == "sampler":
+            self.sampler_fault = True
+        else:
+            self.model.fault = kind
+
+    def evict(self) -> None:
+        cache = self.core.memory.cache
+        assert cache is not None
+        if self.random.random() < 0.2:
+            cache.clear()
+        else:
+            cache.evict([pool.free + 2 for pool in self.core.memory.pools])
+
+    def step(self) -> None:
+        faulty_step = self.model.fault is not None or self.sampler_fault
+        now = self.clock.now()
+        output = self.core.step()
+        self.core.check_integrity()
+        if output is not None:
+            self._take(output, faulty_step)
+        for tracked in self.live.values():
+            assert tracked.spec.deadline_s is None or tracked.spec.deadline_s > now
+        self.clock.advance(0.01)
+
+    # --- checking ----------------------------------------------------------------------------
+
+    def _take(self, output: StepOutput, faulty_step: bool) -> None:
+        for emission in output.emissions:
+            self._take_emission(emission, faulty_step)
+        for op in output.cache_ops:
+            keys = self.mirror[op.group]
+            if op.kind is CacheOpKind.STORED:
+                keys.update(op.keys)
+            else:
+                keys.difference_update(op.keys)
+
+    def _take_emission(self, emission: Emission, faulty_step: bool) -> None:
+        tracked = self.tracked[emission.request_id]
+        assert tracked.last is None, "an emission after the last one"
+        assert emission.choice not in tracked.finishes, "an emission after a choice's end"
+        given = len(tracked.spec.token_ids) - tracked.spec.prompt_tokens
+        output = tracked.outputs.setdefault(emission.choice, [])
+        assert emission.position == given + len(output), "a token doubled or missing"
+        output.extend(emission.token_ids)
+        assert len(output) <= tracked.granted, "more tokens than credit"
+        if emission.finish is not None:
+            tracked.finishes[emission.choice] = emission.finish
+        if emission.last:
+            tracked.last = emission
+            del self.live[emission.request_id]
+            self._check_end(tracked, emission, faulty_step)
+
+    def _check_end(self, tracked: Tracked, last: Emission, faulty_step: bool) -> None:
+        spec, usage = tracked.spec, last.usage
+        assert usage is not None and last.finish is not None
+        assert usage.cached_tokens + usage.computed_tokens == usage.prompt_tokens
+        assert usage.prompt_tokens in (0, spec.prompt_tokens)
+        if spec.no_cache:
+            assert usage.cached_tokens == 0
+        for choice, output in tracked.outputs.items():
+            expected = expected_tokens(self.model, spec, choice, len(output))
+            assert tuple(output) == expected, "not what an uncached run alone gives"
+        self._check_reason(tracked, last.error, faulty_step)
+        self.counts["preemptions"] += usage.preemptions
+        self.counts["recomputed"] += usage.recomputed_tokens
+        self.counts["cached"] += usage.cached_tokens
+        self.counts["forked"] += len(tracked.outputs) > 1
+
+    def _check_reason(self, tracked: Tracked, error: BanyanError | None, faulty_step: bool) -> None:
+        self.counts[type(error).__name__] += 1
+        if any(tracked.outputs.values()) or isinstance(error, Cancelled):
+            assert set(tracked.finishes) == set(range(tracked.spec.sampling.n))
+        if error is None:
+            self._check_complete(tracked)
+        elif isinstance(error, InternalError):
+            assert faulty_step, "an internal error without a fault"
+        elif isinstance(error, DeadlineExceeded):
+            deadline_s = tracked.spec.deadline_s
+            assert deadline_s is not None and deadline_s <= self.clock.now()
+        elif isinstance(error, OutOfBlocks):
+            longest = max(map(len, tracked.outputs.values()))
+            tokens = len(tracked.spec.token_ids) + longest
+            assert not self.core.memory.fits_alone(tokens), "it would have fitted alone"
+        elif not isinstance(error, Cancelled):
+            assert not any(tracked.outputs.values()), "refused after it had begun"
+
+    def _check_complete(self, tracked: Tracked) -> None:
+        spec = tracked.spec
+        given = len(spec.token_ids) - spec.prompt_tokens
+        assert set(tracked.finishes) == set(range(spec.sampling.n))
+        for choice, output in tracked.outputs.items():
+            stopped = bool(output) and output[-1] in self.model.spec.eos_token_ids
+            assert tracked.finishes[choice] is (Finish.STOP if stopped else Finish.LENGTH)
+            assert stopped or given + len(output) == spec.sampling.max_tokens
+
+    def check_mirror(self) -> None:
+        """What the emitted cache operations add up to is what the cache holds."""
+        held: list[set[bytes]] = [set() for _ in self.mirror]
+        for op in self.core.snapshot():
+            held[op.group].update(op.keys)
+        for op in self.core.memory.cache.take_ops() if self.core.memory.cache else ():
+            (
+                self.mirror[op.group].update
+                if op.kind is CacheOpKind.STORED
+                else self.mirror[op.group].difference_update
+            )(op.keys)
+        assert held == self.mirror
+
+    # --- running -----------------------------------------------------------------------------
+
+    def run(self, steps: int) -> None:
+        """Random operations between `steps` steps, then everything is let run to its end."""
+        operations = [self.submit, self.cancel, self.grant, self.evict, self.fault]
+        weights = [40, 4, 10, 3, 1]
+        for index in range(steps):
+            while self.random.random() < 0.4:
+                (operation,) = self.random.choices(operations, weights)
+                if operation != self.submit or len(self.live) < 40:
+                    operation()
+            self.step()
+            if index % 100 == 0:
+                self.check_mirror()
+        self.drain()
+
+    def drain(self) -> None:
+        """Nothing new; all credit; everything must end and no block may be missing."""
+        self.model.fault, self.sampler_fault = None, False
+        for name in sorted(self.live):
+            self.live[name].granted += 10_000
+            self.core.grant(name, 10_000)
+        left = sum(t.spec.sampling.n * 200 for t in self.live.values())
+        while self.core.has_work():
+            self.step()
+            left -= 1
+            assert left > -1000, "the engine does not come to an end"
+        assert not self.live, "requests that never ended"
+        memory = self.core.memory
+        for group, pool in enumerate(memory.pools):
+            assert memory.available(group) == pool.total, "blocks leaked"
+        assert memory.cache is not None
+        memory.cache.clear()
+        assert all(pool.free == pool.total for pool in memory.pools)
+
+
+@contextlib.contextmanager
+def replayable(test: str, case: object) -> Iterator[None]:
+    """Print how to run a failing case again."""
+    try:
+        yield
+    except BaseException:
+        print(f"seed {case}; replay: python -m pytest -m '' '{test}[{case}]'")
+        raise
