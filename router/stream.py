@@ -181,13 +181,13 @@ class ClientStream:
 
     def receive(self, emission: internal_pb2.Emission) -> bool:
         """Take one emission of the present replica. True: cancel the request there."""
+        if self.phase not in (Phase.RUNNING, Phase.SETTLING):
+            return False
         if emission.HasField("usage"):
             self._add_usage(emission.usage)
         if self.phase is Phase.SETTLING:
             if emission.last:
                 self._finish()
-            return False
-        if self.phase is not Phase.RUNNING:
             return False
         if emission.HasField("error"):
             self._replica_failed(emission.error)
@@ -217,8 +217,9 @@ class ClientStream:
         if emission.choice >= len(self._choices):
             return False
         choice = self._choices[emission.choice]
-        if choice.ended:
-            return True  # after a stop string; the other choices go on
+        if choice.ended:  # after a stop string; the other choices go on, and so must this one
+            choice.consumed = max(choice.consumed, emission.position + len(emission.token_ids))
+            return True
         seen = len(choice.ids) - emission.position
         if seen < 0:
             return False
@@ -301,15 +302,18 @@ class ClientStream:
         if self.phase is Phase.SETTLING:
             self._finish()
 
-    def consumed(self, responses: Sequence[api_pb2.GenerateResponse]) -> int:
-        """The client has taken these; returns the credit to grant at the replica, often 0.
+    def consumed(self, responses: Sequence[api_pb2.GenerateResponse]) -> None:
+        """The client has taken these."""
+        for response in responses:
+            if response.HasField("delta"):
+                self._choices[response.delta.choice].consumed += len(response.delta.token_ids)
+
+    def credit_due(self) -> int:
+        """Tokens to grant each choice at the replica now, often 0; counted as granted.
 
         The furthest choice counts: one that waits for blocks must not hold back another that would
         free some.
         """
-        for response in responses:
-            if response.HasField("delta"):
-                self._choices[response.delta.choice].consumed += len(response.delta.token_ids)
         if self.phase is not Phase.RUNNING:
             return 0
         target = max(choice.consumed for choice in self._choices) + self._credit

@@ -134,8 +134,11 @@ class Relay:
     async def _deliver(self, batch: list[api_pb2.GenerateResponse], write: Write) -> None:
         for response in batch:
             await write(response)
-        grant = self._stream.consumed(batch)
-        if grant and self._executor is not None:
+        self._stream.consumed(batch)
+        self._grant()
+
+    def _grant(self) -> None:
+        if self._executor is not None and (grant := self._stream.credit_due()):
             self._executor.grant(self._id, grant)
 
     async def _wait(self) -> None:
@@ -195,6 +198,7 @@ class Relay:
             self._core.first_token(self._id)
         if cancel and self._executor is not None:
             self._executor.cancel(self._id)
+        self._grant()
         self._follow()
 
     def lost(self, error: BanyanError) -> None:

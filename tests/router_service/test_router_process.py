@@ -1,0 +1,162 @@
+"""`python -m router` as a process: ready file, ports, signals, and what it never loads."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from loopback_cluster import CONFIG
+from scripted_replica import SECRET, Script, ScriptedReplica, expected
+
+from banyan.v1 import api_pb2, api_pb2_grpc, common_pb2
+
+
+def write_config(folder: Path, **changes: Any) -> Path:
+    secret = folder / "secret"
+    secret.write_text(SECRET.hex() + "\n")
+    config = dataclasses.replace(
+        CONFIG, secret_file=str(secret), ready_file=str(folder / "ready.json"), **changes
+    )
+    path = folder / "router.json"
+    path.write_text(json.dumps(dataclasses.asdict(config)))
+    return path
+
+
+def start(config: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "router", "--config", str(config), *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_ready(folder: Path, process: subprocess.Popen[str]) -> dict[str, Any]:
+    ready, end_s = folder / "ready.json", time.monotonic() + 30
+    while not ready.exists():
+        assert process.poll() is None, process.stderr.read() if process.stderr else ""
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+    found: dict[str, Any] = json.loads(ready.read_text())
+    return found
+
+
+def refused(config: Path) -> str:
+    """It must not start; returns what it says."""
+    done = subprocess.run(
+        [sys.executable, "-m", "router", "--config", str(config)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1 and not done.stdout
+    return done.stderr
+
+
+async def serve_one(where: dict[str, Any], tokens: int, token_s: float) -> list[int]:
+    replica = ScriptedReplica("w0", Script(token_s=token_s))
+    await replica.start(where["internal"])
+    await asyncio.wait_for(replica.attached.wait(), 10)
+    chat = api_pb2.GenerateRequest(sampling=common_pb2.Sampling(max_tokens=tokens, seed=1))
+    chat.chat.messages.add(role="user", content="hi")
+    async with grpc.aio.insecure_channel(where["listen"]) as channel:
+        ids: list[int] = []
+        async for response in api_pb2_grpc.BanyanStub(channel).Generate(chat, timeout=30):
+            ids += response.delta.token_ids
+            if tokens > 50 and len(ids) == 5:
+                os.kill(where["pid"], signal.SIGTERM)
+    await replica.die()
+    return ids
+
+
+@pytest.mark.parametrize("tokens", [5, 60])
+def test_serves_a_chat_without_torch_and_stops_in_order(tmp_path: Path, tokens: int) -> None:
+    """SIGTERM in the middle of a stream lets it end; the modules are looked at from outside."""
+    spy = tmp_path / "sitecustomize.py"
+    spy.write_text(
+        "import atexit, sys\n"
+        "heavy = ('torch', 'transformers', 'ray', 'worker', 'kernels', 'banyan.client')\n"
+        "atexit.register(lambda: print('loaded:', "
+        "[m for m in heavy if m in sys.modules], file=sys.stderr))\n"
+    )
+    os.environ["PYTHONPATH"], before = f"{tmp_path}:.", os.environ.get("PYTHONPATH")
+    try:
+        process = start(write_config(tmp_path), "--log-level", "debug")
+    finally:
+        os.environ.pop("PYTHONPATH")
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
+    where = wait_ready(tmp_path, process)
+    assert where["pid"] == process.pid
+    ids = asyncio.run(serve_one(where, tokens, 0.01))
+    assert ids == expected(list(b"user: hi\n"), 1, tokens)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 0, said
+    assert "loaded: []" in said
+    lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    decisions = [line for line in lines if line["event"] == "decision"]
+    assert len(decisions) == 1 and decisions[0]["replica"] == "w0"
+    assert decisions[0]["candidates"][0]["total_s"] >= 0
+    assert "user: hi" not in said
+
+
+def test_a_busy_port_is_one_sentence(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        for field in ("listen", "internal"):
+            said = refused(write_config(tmp_path, **{field: address}))
+            assert said.count("\n") == 1 and address in said and said.endswith(".\n"), said
+    assert not (tmp_path / "ready.json").exists()
+
+
+def test_two_routers_never_share_a_port(tmp_path: Path) -> None:
+    process = start(write_config(tmp_path))
+    try:
+        where = wait_ready(tmp_path, process)
+        other = tmp_path / "other"
+        other.mkdir()
+        assert "busy" in refused(write_config(other, listen=where["listen"]))
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"nonsense": 1}, "unknown field"),
+        ({"secret_file": "/nowhere/secret"}, "secret"),
+        (None, "JSON"),
+        ([], "JSON object"),
+        ({"router": ...}, "lacks"),
+    ],
+)
+def test_a_bad_configuration_is_one_sentence(tmp_path: Path, change: Any, words: str) -> None:
+    path = write_config(tmp_path)
+    if isinstance(change, dict):
+        given = {**json.loads(path.read_text()), **change}
+        path.write_text(json.dumps({k: v for k, v in given.items() if v is not ...}))
+    else:
+        path.write_text("{" if change is None else json.dumps(change))
+    said = refused(path)
+    assert words in said and said.count("\n") == 1
+
+
+def test_a_short_secret_is_refused(tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    (tmp_path / "secret").write_text("abcd")
+    assert "shorter than" in refused(path)
