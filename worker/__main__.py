@@ -12,10 +12,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # errors reach us as such; its own prose does not
+
 from seams.errors import BanyanError, LaunchError
 from worker.service.settings import parse_config, set_thread_variables
 
 GRACE_S = 60.0
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def _arguments() -> argparse.Namespace:
@@ -53,7 +56,7 @@ def _serve(arguments: argparse.Namespace) -> None:
         failed.set()
         ended.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in SIGNALS:
         signal.signal(number, lambda *_: ended.set())
     config = parse_config(_read(arguments.config))
     set_thread_variables(config.threads)
@@ -64,6 +67,8 @@ def _serve(arguments: argparse.Namespace) -> None:
     if arguments.ready_file is not None:
         _write_ready(arguments.ready_file, replica.describe())
     ended.wait()
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)  # a second one ends it at once
     if failed.is_set():
         raise LaunchError("The replica's server ended unexpectedly; the log says why.")
     replica.drain(arguments.grace_s)

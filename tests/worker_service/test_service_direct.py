@@ -135,9 +135,8 @@ def test_a_client_that_does_not_read_stops_its_own_stream_only(
 ) -> None:
     """Frames in flight are bounded by credit and the transport's window, not by max_tokens."""
     hello = router.attached()
-    with grpc.insecure_channel(
-        replica.address, options=[("grpc.http2.lookahead_bytes", 1024)]
-    ) as channel:
+    small_window = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+    with grpc.insecure_channel(replica.address, options=small_window) as channel:
         deaf = internal_pb2_grpc.ReplicaStub(channel)
         asked = request(ticket(hello, PROMPT), max_tokens=4000, logprobs=20)
         calls = [deaf.Stream(asked) for _ in range(4)]
@@ -145,6 +144,8 @@ def test_a_client_that_does_not_read_stops_its_own_stream_only(
         for _ in range(5):
             frames = list(stub.Stream(request(ticket(hello, PROMPT)), timeout=WAIT_S))
             assert frames[-1].emissions[-1].last
+        eventually(lambda: not replica._dispatcher.pending)  # all four wait for credit now
+        assert replica._dispatcher.running == 4
         streams = [s for s in replica._dispatcher._streams if s._open]
         assert all(len(s._frames) <= DIRECT_CREDIT_TOKENS for s in streams)
         for call in calls:

@@ -12,9 +12,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from service_peers import WAIT_S, ExecuteStream, FakeRouter, StartReplica, eventually
 
 from banyan.v1 import common_pb2, internal_pb2
+from seams.errors import LaunchError
 from seams.proof import session_token
 from worker.engine.core import EngineCore
 from worker.models.fake import fake_model
+from worker.service.replica import DRAIN_SETTLE_S
 
 LONG = {"max_tokens": 3000}
 
@@ -351,11 +353,13 @@ def test_drain_finishes_what_runs(router: FakeRouter, start_replica: StartReplic
     eventually(lambda: stream.emissions("r"))
     drained = replica._call(replica._drain(grace_s=WAIT_S))
     eventually(lambda: router.beats[-1].draining)
+    beats = len(router.beats)
     assert health(replica.address, "ready") == NOT_SERVING
     assert health(replica.address, "") == SERVING
     stream.submit("on its way", [2] * 20)  # the router could not know yet
     assert stream.tokens("on its way") == oracle([2] * 20)
     eventually(lambda: replica._dispatcher.refuses)
+    assert len(router.beats) - beats < 2 * DRAIN_SETTLE_S / (router.heartbeat_ms / 1000)
     stream.submit("late", [1] * 20)
     assert stream.finished("late")[-1].error.code == grpc.StatusCode.UNAVAILABLE.value[0]
     assert not drained.done()
@@ -405,3 +409,32 @@ def test_a_stalled_engine_is_not_ready(
     assert stream.tokens("r") == oracle([1] * 20)
     eventually(lambda: health(replica.address, "ready") == SERVING)
     eventually(lambda: not router.beats[-1].load.stalled)
+
+
+def test_an_engine_whose_loop_failed_is_not_ready(
+    router: FakeRouter, start_replica: StartReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.service.replica.WATCH_EVERY_S", 0.05)
+    replica = start_replica()
+    stream = router.execute()
+    stream.submit("r", [1] * 20, credit_tokens=1)
+    eventually(lambda: stream.emissions("r"))
+
+    def step() -> None:
+        raise RuntimeError("on purpose")
+
+    replica._parts.engine._core.step = step
+    stream.submit("s", [2] * 20)
+    for request_id in ("r", "s"):
+        error = stream.finished(request_id)[-1].error
+        assert error.code == grpc.StatusCode.INTERNAL.value[0] and "purpose" not in error.message
+    eventually(lambda: health(replica.address, "ready") == NOT_SERVING)
+    eventually(lambda: router.beats[-1].load.stalled)
+    assert health(replica.address, "") == SERVING
+
+
+def test_two_replicas_never_share_a_port(start_replica: StartReplica) -> None:
+    first = start_replica()
+    with pytest.raises(LaunchError, match="port is busy"):
+        start_replica(listen=first.address)
+    assert health(first.address, "ready") == SERVING

@@ -23,6 +23,7 @@ class ReplicaActor:
 
     def __init__(self, config: dict[str, Any]) -> None:
         """`config` holds ReplicaConfig's fields. Raises LaunchError with one clear sentence."""
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc is loaded: see below
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
         try:
             parsed = parse_config(config)

@@ -196,12 +196,14 @@ class RouterLink:
 
     async def _events(self, session: _Session) -> None:
         """Keep an Events stream for as long as the session lasts; its end is no one else's."""
-        backoff = Backoff(self._context.rng)
+        backoff, reason = Backoff(self._context.rng), ""
         while True:
             try:
                 await self._events_once(session, backoff)
             except Exception as error:  # as above
-                log.log(_level(error), "events to router broke: %s", _describe(error))
+                if _describe(error) != reason:
+                    reason = _describe(error)
+                    log.log(_level(error), "events to router %s broke: %s", session.router, reason)
             await asyncio.sleep(backoff.next_s())
 
     async def _events_once(self, session: _Session, backoff: Backoff) -> None:
