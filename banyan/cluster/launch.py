@@ -118,7 +118,7 @@ def _undone_on_failure(launch: _Launch) -> Iterator[None]:
 
 def _start_routers(launch: _Launch, listens: list[str]) -> None:
     run = private_folder(launch.folder / "run")
-    env = ray_head.environment("", own=False)
+    env = ray_head.environment()
     records = []
     for index, listen in enumerate(listens):
         name = f"router-{index}"
@@ -151,8 +151,7 @@ def _start_ray(launch: _Launch) -> None:
         launch.save(ray=RayRecord(launch.spec.ray_address, namespace, token))
         return
     launch.report("ray", 0.0)
-    _, record = ray_head.start_head(launch.folder / "logs", namespace)
-    launch.save(ray=record)
+    launch.save(ray=ray_head.start_head(launch.folder / "logs", namespace))
 
 
 def _wait_routers(launch: _Launch) -> None:
@@ -187,7 +186,7 @@ def _start_fleet(launch: _Launch) -> None:
             text=True,
             cwd="/",
             start_new_session=True,
-            env=ray_head.environment(ray.token, own=ray.head is not None),
+            env=ray_head.environment(ray),
         )
 
 
@@ -212,7 +211,7 @@ def _orders(launch: _Launch) -> list[dict[str, Any]]:
     gpu = uses_gpu(spec)
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     env = dict.fromkeys(names, str(threads))
-    env["PYTHONPATH"] = ray_head.environment("", own=False)["PYTHONPATH"]
+    env["PYTHONPATH"] = ray_head.environment()["PYTHONPATH"]
     configs = [
         ReplicaConfig(
             replica=name,

@@ -19,15 +19,19 @@ import psutil
 
 @dataclass(frozen=True)
 class Process:
-    """One started process. `created_s` is its start time as the system tells it."""
+    """One started process. `created_s` is its start time as the system tells it. A `daemon` has
+    ended and left others running in its session."""
 
     role: str
     pid: int
     created_s: float
     log: str
+    daemon: bool = False
 
     def alive(self) -> bool:
-        """True while this very process runs; a zombie does not."""
+        """True while this very process runs, a daemon's session has members. Zombies do not run."""
+        if self.daemon:
+            return bool(members(self))
         try:
             process = psutil.Process(self.pid)
             same = abs(process.create_time() - self.created_s) < 0.02
@@ -36,7 +40,9 @@ class Process:
             return False
 
 
-def start(role: str, command: Sequence[str], log: Path, env: Mapping[str, str]) -> Process:
+def start(
+    role: str, command: Sequence[str], log: Path, env: Mapping[str, str], *, daemon: bool = False
+) -> Process:
     """Run `command` in a session of its own, output to `log`. Raises OSError."""
     with log.open("ab") as output:
         child = subprocess.Popen(
@@ -49,7 +55,7 @@ def start(role: str, command: Sequence[str], log: Path, env: Mapping[str, str]) 
             env=dict(env),
         )
     child.returncode = 0  # detached: nobody waits for it, and subprocess need not warn of that
-    return Process(role, child.pid, psutil.Process(child.pid).create_time(), str(log))
+    return Process(role, child.pid, psutil.Process(child.pid).create_time(), str(log), daemon)
 
 
 def members(process: Process) -> list[psutil.Process]:
@@ -84,8 +90,10 @@ def _reap(pid: int) -> None:
 
 
 def stop(process: Process, grace_s: float) -> bool:
-    """Ask the leader to end, then kill its whole session. True if nothing of it is left."""
-    if process.alive():
+    """Ask the leader (of a daemon: all) to end, then kill the session; True if nothing is left."""
+    if process.daemon:
+        _signal(members(process), signal.SIGTERM)
+    elif process.alive():
         _signal([psutil.Process(process.pid)], signal.SIGTERM)
     deadline = time.monotonic() + grace_s
     while members(process) and time.monotonic() < deadline:

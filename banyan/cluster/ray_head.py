@@ -15,7 +15,6 @@ from pathlib import Path
 
 import banyan
 from banyan.cluster import processes
-from banyan.cluster.processes import Process
 from banyan.cluster.spec import cores
 from banyan.cluster.state import RayRecord
 from seams.errors import LaunchError
@@ -23,10 +22,9 @@ from seams.errors import LaunchError
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
 START_S_MAX = 60.0
 
+# Off, the name notwithstanding, lets Ray bind and connect to loopback on Linux too.
+LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 SETTINGS = {
-    "RAY_AUTH_MODE": "token",
-    # Off, the name notwithstanding, means that the head may bind to loopback on Linux too.
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "86400",  # replicas outlive a dead head
     "RAY_health_check_initial_delay_ms": "0",
     "RAY_health_check_period_ms": "300",
@@ -38,20 +36,19 @@ SETTINGS = {
 }
 
 
-def environment(token: str, *, own: bool) -> dict[str, str]:
-    """The variables of every process that belongs to the Ray cluster with this token.
-
-    `own` is False for a cluster that was joined: its settings are not ours to choose.
-    """
+def environment(ray: RayRecord | None = None) -> dict[str, str]:
+    """The variables of a process that imports our packages and, given `ray`, speaks to it."""
     env = dict(os.environ)
     roots = [str(Path(banyan.__file__).parent.parent), env.get("PYTHONPATH", "")]
     env["PYTHONPATH"] = os.pathsep.join(part for part in roots if part)
+    if ray is None:
+        return env
     for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN_PATH"):
         env.pop(name, None)
-    if own:
-        env |= SETTINGS
-    if token:
-        env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    if ray.head is not None or ray.address.startswith(("127.", "localhost:")):
+        env |= LOOPBACK
+    if ray.token:
+        env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": ray.token}
     return env
 
 
@@ -61,17 +58,20 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start_head(logs: Path, namespace: str) -> tuple[Process, RayRecord]:
+def start_head(logs: Path, namespace: str) -> RayRecord:
     """Begin starting a head; returns at once. Its address is known when `wait_head` returns."""
     token = secrets.token_hex(32)
     temp_dir = tempfile.mkdtemp(prefix="banyan-", dir="/tmp")  # short: it holds unix sockets
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head"]
     command += ["--port=0", "--node-ip-address=127.0.0.1", f"--temp-dir={temp_dir}"]
     command += [f"--num-cpus={cores()}", f"--object-store-memory={OBJECT_STORE_BYTES}"]
     command += ["--include-dashboard=false", "--include-log-monitor=false", "--no-monitor"]
     command += ["--disable-usage-stats", f"--ray-client-server-port={_free_port()}"]
-    process = processes.start("ray", command, logs / "ray.log", environment(token, own=True))
-    return process, RayRecord("", namespace, token, temp_dir, process)
+    env = environment() | LOOPBACK | SETTINGS | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    env.pop("RAY_ADDRESS", None)
+    # No --block: that would end the replicas' node as soon as one of Ray's own processes dies.
+    process = processes.start("ray", command, logs / "ray.log", env, daemon=True)
+    return RayRecord("", namespace, token, temp_dir, process)
 
 
 def wait_head(record: RayRecord) -> str:

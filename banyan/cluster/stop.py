@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 
 from banyan.cluster import processes, ray_head, state
+from banyan.cluster.spec import split_address
 from banyan.cluster.state import ClusterRecord
 from banyan.home import locked
 from seams.errors import LaunchError
@@ -66,10 +68,18 @@ def clear(record: ClusterRecord, *, replicas_stopped: bool = False) -> None:
     state.remove(record.name, everything=False)
 
 
+def _answers(address: str) -> bool:
+    try:
+        socket.create_connection(split_address(address), timeout=5.0).close()
+    except OSError:
+        return False
+    return True
+
+
 def _order_fleet(record: ClusterRecord, *, drain: bool) -> None:
     """Have the replicas' actors drained and ended through Ray, where Ray still answers."""
     ray = record.ray
-    if ray is None or not ray.address or (ray.head is not None and not ray.head.alive()):
+    if ray is None or not ray.address or not _answers(ray.address):
         return
     order = {
         "address": ray.address,
@@ -85,7 +95,7 @@ def _order_fleet(record: ClusterRecord, *, drain: bool) -> None:
             capture_output=True,
             cwd="/",
             timeout=FLEET_S_MAX,
-            env=ray_head.environment(ray.token, own=ray.head is not None),
+            env=ray_head.environment(ray),
         )
     except subprocess.TimeoutExpired:
         return  # the processes are ended next, whatever they were doing

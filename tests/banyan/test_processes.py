@@ -60,6 +60,21 @@ def test_reused_pid_is_not_touched(tmp_path: Path) -> None:
     assert processes.stop(process, grace_s=0.1)
 
 
+def test_daemon_lives_as_long_as_its_session(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'])"
+    )
+    command = [sys.executable, "-c", code]
+    process = processes.start("x", command, tmp_path / "log", os.environ, daemon=True)
+    os.waitpid(process.pid, 0)
+    assert process.alive() and not replace(process, daemon=False).alive()
+    [left] = processes.members(process)
+    assert processes.stop(process, grace_s=0.3)
+    assert not process.alive()
+    assert not psutil.pid_exists(left.pid) or not _running(left.pid)
+
+
 def test_last_line(tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert processes.last_line(str(log)) == ""

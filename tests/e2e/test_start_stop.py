@@ -1,7 +1,8 @@
-"""Starts that fail or are interrupted: one sentence, and nothing is left running."""
+"""Starts that fail, are interrupted or join another Ray cluster; nothing is left running."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,31 +13,78 @@ from pathlib import Path
 import pytest
 from conftest import CLUSTER, Banyan, strays
 
+from banyan.cluster import processes, ray_head
+
 pytestmark = pytest.mark.timeout(200)
+UP = ("up", "--model", "fake:full", "--device", "cpu", "--listen", "127.0.0.1:0")
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [(["--model", "fake:full", "--pool-gib", "0.0000001"], "block"),
-     (["--model", "fake:nonsense"], "fake")],
-)  # fmt: skip
+    [(["--pool-gib", "0.0000001"], "block"), (["--model", "fake:nonsense"], "fake")],
+)
 def test_replica_that_cannot_start(banyan: Banyan, options: list[str], expected: str) -> None:
-    done = banyan("up", "--listen", "127.0.0.1:0", *options)
+    done = banyan(*UP, *options)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     line = done.stderr.strip().splitlines()[-1]
     assert line.startswith("error: ") and expected in line
 
 
-def test_interrupted_start_leaves_nothing(home: Path) -> None:
+def begin(home: Path, until: str) -> subprocess.Popen[bytes]:
+    """`banyan up`, waited for until a process with `until` in its command line runs."""
     env = os.environ | {"BANYAN_HOME": str(home), "BANYAN_CLUSTER": CLUSTER}
-    command = [sys.executable, "-m", "banyan", "up", "--model", "fake:full"]
-    command += ["--listen", "127.0.0.1:0"]
-    up = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    deadline = time.monotonic() + 60
-    while len(strays(home)) < 4:  # the command, a router, Ray's head and its first child
-        assert time.monotonic() < deadline
+    up = subprocess.Popen(
+        [sys.executable, "-m", "banyan", *UP],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    deadline = time.monotonic() + 90
+    while not any(until in line for line in strays(home)):
+        assert time.monotonic() < deadline and up.poll() is None
         time.sleep(0.05)
-    up.send_signal(signal.SIGINT)
+    return up
+
+
+@pytest.mark.parametrize(
+    ("until", "number"),
+    [("-m router", signal.SIGINT), ("ray::ReplicaActor", signal.SIGTERM)],
+    ids=["first-process", "loading"],
+)
+def test_interrupted_start_leaves_nothing(home: Path, until: str, number: signal.Signals) -> None:
+    up = begin(home, until)
+    up.send_signal(number)
     output, _ = up.communicate(timeout=60)
     assert up.returncode == 130 and b"Traceback" not in output
     assert not list(home.rglob("cluster.json"))
+
+
+def test_killed_start_is_cleared_by_down(home: Path, banyan: Banyan) -> None:
+    up = begin(home, "raylet")
+    up.kill()
+    up.communicate()
+    assert strays(home)
+    assert json.loads(banyan("down", "--json").stdout)["stopped"] is True
+    assert not list(home.rglob("cluster.json"))
+
+
+def test_joined_ray_cluster_is_left_as_it_was(
+    home: Path, banyan: Banyan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BANYAN_HOME", "elsewhere")  # Ray's own processes are not the cluster's
+    ray = ray_head.start_head(home, "unused")
+    assert ray.head is not None
+    try:
+        address = ray_head.wait_head(ray)
+        monkeypatch.setenv("RAY_AUTH_TOKEN", ray.token)
+        done = banyan(*UP, "--ray-address", address, "--json")
+        assert done.returncode == 0, done.stderr
+        answer = banyan("status", "--json")
+        [seen] = json.loads(answer.stdout)["seen"].values()
+        assert [r["state"] for r in seen["replicas"]] == ["ready"]
+        assert json.loads(banyan("down", "--json").stdout)["stopped"] is True
+        names = [p.name() for p in processes.members(ray.head)]
+        assert {"gcs_server", "raylet"} <= set(names)
+        assert not any("Replica" in name for name in names)
+    finally:
+        assert processes.stop(ray.head, 4.0)

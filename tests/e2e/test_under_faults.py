@@ -13,6 +13,7 @@ import pytest
 from e2e_text import SYSTEM, tie_or_equal
 
 from banyan import Client
+from banyan.cluster import processes
 from banyan.events import Collector, Completion, Delta
 
 pytestmark = pytest.mark.timeout(280)
@@ -98,7 +99,7 @@ def test_killed_replica_under_a_direct_stream(cluster) -> None:
 
 
 def test_killed_router(cluster) -> None:
-    """The last test of the session: this router is not started again."""
+    """This router is not started again: only the next test comes after it."""
     addresses = cluster.record.addresses
     with Client(addresses, timeout_s=200) as client:
         undisturbed = [ask(client, 100 + i) for i in range(3)]
@@ -115,3 +116,22 @@ def test_killed_router(cluster) -> None:
         assert client.cluster_state().router == "router-1"
     shown = cluster.banyan("status")
     assert shown.returncode == 0 and "gone" in shown.stdout
+
+
+def test_killed_ray_head(cluster) -> None:
+    """The last test of the session. Ray restarts nothing any more, and nothing needs it to."""
+    ray = cluster.record.ray
+    [gcs] = [p for p in processes.members(ray.head) if p.name() == "gcs_server"]
+    with Client(cluster.record.addresses[1], timeout_s=200) as client:
+        epochs = states(client)
+        assert len(epochs) == 2
+        gcs.send_signal(signal.SIGKILL)
+        until = time.monotonic() + 20
+        index = 200
+        while time.monotonic() < until:
+            answers = [client.generate([index + i, 5, 7], max_tokens=8) for i in range(4)]
+            with ThreadPoolExecutor(4) as pool:
+                done = list(pool.map(lambda answer: answer.completion(), answers))
+            assert all(answer.usage.completion_tokens for answer in done)
+            index += 4
+        assert states(client) == epochs
