@@ -50,7 +50,7 @@ def _attend_row(
         logits = spec.soft_cap * torch.tanh(logits / spec.soft_cap)
     terms = logits
     if spec.sinks is not None:
-        terms = torch.cat([logits, spec.sinks[head : head + 1].double()])
+        terms = torch.cat([logits, spec.sinks[head : head + 1].double().cpu()])
     if terms.numel() == 0:
         return torch.zeros(values.shape[1], dtype=torch.float64), -math.inf
     lse = torch.logsumexp(terms, 0)
