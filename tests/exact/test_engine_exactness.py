@@ -1,12 +1,11 @@
 """On the real model: caching, chunks and preemption give what transformers' greedy gives."""
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from exact_prompts import OUTPUT, PROMPTS, exact_prompts
 from oracle import GreedyOracle
-from tokenizers import Tokenizer
 
 from seams.clock import SystemClock
 from worker.config import EngineConfig, ReplicaConfig
@@ -15,8 +14,8 @@ from worker.engine.messages import EngineRequest, RequestUsage
 from worker.engine.sampling import SamplingParams
 from worker.models.load import load_model
 
-PROMPTS, OUTPUT = 50, 64
 Outputs = dict[int, tuple[int, ...]]
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
@@ -26,31 +25,7 @@ def oracle(demo_model: Path) -> GreedyOracle:
 
 @pytest.fixture(scope="module")
 def prompts(demo_model: Path) -> list[tuple[int, ...]]:
-    """Ten groups of five prompts; a group shares a beginning that ends inside a block."""
-    tokenizer = Tokenizer.from_file(str(demo_model / "tokenizer.json"))
-    rng = random.Random(11)
-    topics = [
-        "rivers",
-        "bread",
-        "clocks",
-        "bees",
-        "maps",
-        "rain",
-        "glass",
-        "ships",
-        "trees",
-        "salt",
-    ]
-    questions = ["Why?", "Tell me a story.", "List three facts.", "Who cares?", "And then what?"]
-    made = []
-    for topic in topics:
-        system = f"You know all about {topic}. " * rng.randint(2, 18)
-        for question in questions:
-            text = f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{question}"
-            text += "<|im_end|>\n<|im_start|>assistant\n"
-            made.append(tuple(tokenizer.encode(text, add_special_tokens=False).ids))
-    assert len(made) == PROMPTS
-    return made
+    return exact_prompts(demo_model)
 
 
 def run(

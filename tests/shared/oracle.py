@@ -28,6 +28,9 @@ class GreedyOracle:
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
 
         def load(attention: str) -> torch.nn.Module:
             return AutoModelForCausalLM.from_pretrained(
