@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import signal
+import stat
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -46,11 +47,17 @@ def read_config(path: Path) -> RouterConfig:
 
 
 def read_secret(path: Path) -> bytes:
-    """The cluster secret, hexadecimal in its file. Raises LaunchError."""
+    """The cluster secret, hexadecimal in its file. Raises LaunchError.
+
+    The group may read the file: Kubernetes mounts a secret for the pod's group.
+    """
     try:
+        mode = path.stat().st_mode
         secret = bytes.fromhex(path.read_text().strip())
     except (OSError, ValueError):
         raise LaunchError(f"The cluster secret {path} cannot be read.") from None
+    if mode & (stat.S_IRWXO | stat.S_IWGRP):
+        raise LaunchError("The cluster secret must not be readable by others (chmod 600).")
     if len(secret) < SECRET_BYTES_MIN:
         raise LaunchError(f"The cluster secret is shorter than {SECRET_BYTES_MIN} bytes.")
     return secret

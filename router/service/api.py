@@ -153,10 +153,12 @@ class Api(api_pb2_grpc.BanyanServicer):
 
     def _lookup(self, name: str) -> Served | None:
         """None while it is too early to say. Raises ModelNotFound, InvalidRequest."""
+        if name and (named := self._fleet.served(name)) is not None:
+            return named
         names = self._fleet.model_names()
         if not name and len(names) > 1:
             raise InvalidRequest("Several models are served; GenerateRequest.model must name one.")
-        served = self._fleet.served(name or (names[0] if names else ""))
+        served = self._fleet.served(names[0]) if names and not name else None
         age_s = self._clock.now() - self._started_s
         if served is None and names and age_s > self._config.lease_ms / 1000:
             raise ModelNotFound("No replica serves this model.")

@@ -51,7 +51,7 @@ class Fleet(internal_pb2_grpc.FleetServicer):
     def __init__(
         self, config: RouterConfig, secret: bytes, core: Core, clock: Clock, rng: Rng
     ) -> None:
-        self.texts = TextCache()
+        self.texts = TextCache(clock)
         self._config = config
         self._secret = secret
         self._core = core
@@ -133,6 +133,7 @@ class Fleet(internal_pb2_grpc.FleetServicer):
         for name, (_, seen_s) in list(self._known.items()):
             if now_s - seen_s > KNOWN_S or len(self._known) > MODELS_KNOWN_MAX:
                 del self._known[name]
+        self.texts.retain(entry.served for entry, _ in self._known.values())
 
     def _tell(self) -> None:
         self._changed.set()

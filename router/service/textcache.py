@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections.abc import Iterable
 
 from banyan.v1 import api_pb2, internal_pb2, internal_pb2_grpc
 from router.service.executors import SESSION_KEY, dial
 from router.text.model import TextModel
+from seams.clock import Clock
 from seams.errors import Incompatible
 
 FILES_BYTES_MAX = 256 * 1024 * 1024
 FILE_NAMES_MAX = 16
 FETCH_S_MAX = 8.0
-KEPT_MAX = 16
+KEPT_S = 60.0
 
 
-def text_key(served: internal_pb2.ServedModel) -> tuple[str, str]:
-    """What tells text models apart: (tokenizer, template) fingerprints."""
+TextKey = tuple[str, str]
+"""What tells text models apart: (tokenizer, template) fingerprints."""
+
+
+def text_key(served: internal_pb2.ServedModel) -> TextKey:
+    """The key of a served model's text side; ("", ...) if it has none."""
     return served.tokenizer_fingerprint, served.template_fingerprint
 
 
 class TextCache:
-    """The most recently attached models' text sides."""
+    """The text sides of the models served now or until lately."""
 
-    def __init__(self) -> None:
-        self._models: OrderedDict[tuple[str, str], TextModel] = OrderedDict()
-        self._building: dict[tuple[str, str], asyncio.Lock] = {}
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._models: dict[TextKey, TextModel] = {}
+        self._wanted_s: dict[TextKey, float] = {}
+        self._building: dict[TextKey, asyncio.Lock] = {}
 
     def get(self, served: internal_pb2.ServedModel) -> TextModel | None:
         """None for a model without a tokenizer."""
@@ -48,15 +55,25 @@ class TextCache:
         key = text_key(served)
         if not key[0]:
             return
-        async with self._building.setdefault(key, asyncio.Lock()):
-            if key not in self._models:
-                async with asyncio.timeout(FETCH_S_MAX):
-                    files = await _fetch(key[0], address, token)
-                self._models[key] = await asyncio.to_thread(TextModel.verified, files, *key)
-            self._models.move_to_end(key)
-        while len(self._models) > KEPT_MAX:
-            dropped, _ = self._models.popitem(last=False)
-            self._building.pop(dropped, None)
+        try:
+            async with self._building.setdefault(key, asyncio.Lock()):
+                if key not in self._models:
+                    async with asyncio.timeout(FETCH_S_MAX):
+                        files = await _fetch(key[0], address, token)
+                    self._models[key] = await asyncio.to_thread(TextModel.verified, files, *key)
+                self._wanted_s[key] = self._clock.now()
+        finally:
+            self._building.pop(key, None)  # whoever waits has it, and finds the model made
+
+    def retain(self, served: Iterable[internal_pb2.ServedModel]) -> None:
+        """Drop what has not been among `served` for a while."""
+        now_s = self._clock.now()
+        for key in map(text_key, served):
+            if key in self._models:
+                self._wanted_s[key] = now_s
+        for key, wanted_s in list(self._wanted_s.items()):
+            if now_s - wanted_s > KEPT_S:
+                del self._models[key], self._wanted_s[key]
 
 
 async def _fetch(fingerprint: str, address: str, token: str) -> dict[str, bytes]:

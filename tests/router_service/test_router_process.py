@@ -26,6 +26,7 @@ from banyan.v1 import api_pb2, api_pb2_grpc, common_pb2
 def write_config(folder: Path, **changes: Any) -> Path:
     secret = folder / "secret"
     secret.write_text(SECRET.hex() + "\n")
+    secret.chmod(0o600)
     config = dataclasses.replace(
         CONFIG, secret_file=str(secret), ready_file=str(folder / "ready.json"), **changes
     )
@@ -154,6 +155,12 @@ def test_a_bad_configuration_is_one_sentence(tmp_path: Path, change: Any, words:
         path.write_text("{" if change is None else json.dumps(change))
     said = refused(path)
     assert words in said and said.count("\n") == 1
+
+
+def test_a_secret_that_others_may_read_is_refused(tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    (tmp_path / "secret").chmod(0o644)
+    assert "chmod 600" in refused(path)
 
 
 def test_a_short_secret_is_refused(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def first_match(text: str, stops: list[str]) -> tuple[str, str]:
     return text, ""
 
 
-@settings(max_examples=1500, deadline=None, print_blob=True)
+@settings(max_examples=600, deadline=None, print_blob=True)
 @given(text=LETTERS, stops=STOPS, cuts=st.lists(st.integers(0, 12), max_size=6))
 def test_matches_what_a_search_of_the_whole_text_finds(
     text: str, stops: list[str], cuts: list[int]
@@ -45,7 +45,7 @@ def test_matches_what_a_search_of_the_whole_text_finds(
     assert (out, matcher.stop) == first_match(text, stops)
 
 
-@settings(max_examples=1500, deadline=None, print_blob=True)
+@settings(max_examples=600, deadline=None, print_blob=True)
 @given(text=LETTERS, stops=STOPS)
 def test_holds_back_only_a_real_partial_match(text: str, stops: list[str]) -> None:
     matcher, out = StopMatcher(stops), ""
