@@ -17,6 +17,8 @@ from kernels.segments import Segment, segments_of
 # 2,000 keys), so a few are padded when there are keys enough to pay for it.
 CPU_ROWS_MIN = 4
 CPU_ROWS_KEYS_MIN = 256
+# A few rows of each head of a group are attended to as rows of one.
+CPU_ROWS_FOLDED_MAX = 32
 
 Parts = tuple[torch.Tensor, torch.Tensor | None]
 """Output [A, B, rows, v_dim] and lse [A, B, rows], float32, where it was wanted."""
@@ -174,14 +176,25 @@ def _fused_cpu(
     scale: float,
 ) -> Parts:
     """What scaled_dot_product_attention runs on the CPU, called where it also tells the lse."""
+    shape = q.shape
+    count = shape[1] * shape[2]
+    if shape[1] > 1 and keys.stride(1) == 0 and count <= CPU_ROWS_FOLDED_MAX:
+        mask = None if mask is None else mask.repeat(1, 1, shape[1], 1)
+        q, keys, values = q.reshape(shape[0], 1, count, shape[3]), keys[:, :1], values[:, :1]
     rows = q.shape[2]
-    short = rows < CPU_ROWS_MIN and keys.shape[2] >= CPU_ROWS_KEYS_MIN
-    if short:
-        q = F.pad(q, (0, 0, 0, CPU_ROWS_MIN - rows))
+    missing = CPU_ROWS_MIN - rows
+    if missing > 0 and keys.shape[2] >= CPU_ROWS_KEYS_MIN:
+        q = F.pad(q, (0, 0, 0, missing))
+        if mask is not None and mask.shape[2] > 1:
+            mask = F.pad(mask, (0, 0, 0, missing))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, keys, values, 0.0, False, attn_mask=mask, scale=scale
     )
-    return (out[:, :, :rows], lse[:, :, :rows]) if short else (out, lse)
+    if q.shape[2] > rows:
+        out, lse = out[:, :, :rows], lse[:, :, :rows]
+    if q.shape[1] < shape[1]:
+        out, lse = out.reshape(*shape[:3], -1), lse.reshape(shape[:3])
+    return out, lse
 
 
 def _plain(

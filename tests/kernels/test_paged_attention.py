@@ -83,6 +83,22 @@ def test_long_prefill_in_tiles_and_long_decode(window: int) -> None:
     torch.testing.assert_close(got.lse, expected.lse, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("group", [1, 3, 16])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5])
+def test_few_rows_after_a_long_prefix(rows: int, group: int) -> None:
+    """Where the CPU path pads rows and folds heads."""
+    lengths = [290, 258]
+    layout, pool, tables = _written(lengths, "fp32")
+    batch = _batch(lengths, [rows, 1], tables)
+    spec = AttentionSpec(3 * group, 3, 64, 64, 0.125)
+    q = torch.randn(rows + 1, 3 * group, 64, generator=torch.Generator().manual_seed(1))
+    pages = layout.pages(pool)[LAYER]
+    got = PagedAttention().attend(q, pages, batch, spec, want_lse=True)
+    expected = ReferenceAttention().attend(q, pages, batch, spec)
+    torch.testing.assert_close(got.out, expected.out, rtol=0, atol=1e-5)
+    torch.testing.assert_close(got.lse, expected.lse, rtol=0, atol=1e-5)
+
+
 def test_layers_share_a_step_and_keep_their_own_pages() -> None:
     lengths = [40, 33]
     layout, pool, tables = _written(lengths, "fp32")
