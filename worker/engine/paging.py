@@ -29,6 +29,8 @@ class PagedMemory:
         self.pools = pools
         self.cache = cache
         self.block_tokens = block_tokens
+        # Per group: references that only wait for a copy, which runs before anybody writes.
+        self._sources: list[Counter[int]] = [Counter() for _ in pools]
 
     def available(self, group: int) -> int:
         """Blocks that are free or that eviction can free."""
@@ -80,7 +82,7 @@ class PagedMemory:
             assert source >= 0, "a boundary lies in an absent block"
             (target,) = self._allocate(g, 1)
             sequence.tables[g].append(target)
-            sequence.copies.append(BlockCopy(g, source, target, offset))
+            self._copy(sequence, BlockCopy(g, source, target, offset))
         sequence.computed = hold.tokens
 
     def detach(self, sequence: Sequence) -> None:
@@ -110,7 +112,7 @@ class PagedMemory:
             if self._is_shared(sequence, g):
                 source = table[at]
                 (table[at],) = self._allocate(g, 1)
-                sequence.copies.append(BlockCopy(g, source, table[at], offset))
+                self._copy(sequence, BlockCopy(g, source, table[at], offset))
             blocks = blocks_for(sequence.computed + want, self.block_tokens)
             table.extend(self._allocate(g, blocks - len(table)))
         return want
@@ -118,7 +120,15 @@ class PagedMemory:
     def _is_shared(self, sequence: Sequence, group: int) -> bool:
         """Whether the next write goes into a block that somebody else holds too."""
         at, offset = divmod(sequence.computed, self.block_tokens)
-        return offset > 0 and self.pools[group].references(sequence.tables[group][at]) > 1
+        if offset == 0:
+            return False
+        block = sequence.tables[group][at]
+        return self.pools[group].references(block) - self._sources[group][block] > 1
+
+    def _copy(self, sequence: Sequence, copy: BlockCopy) -> None:
+        """A copy that the sequence's next step makes; it holds the source until then."""
+        sequence.copies.append(copy)
+        self._sources[copy.group][copy.source] += 1
 
     def _needs(self, sequence: Sequence, count: int) -> list[int]:
         blocks = blocks_for(sequence.computed + count, self.block_tokens)
@@ -163,6 +173,7 @@ class PagedMemory:
         """Its pending copies were executed."""
         for copy in sequence.copies:
             self.pools[copy.group].release([copy.source])
+            self._sources[copy.group][copy.source] -= 1
         sequence.copies.clear()
 
     def share(self, sequence: Sequence) -> None:
