@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import CLUSTER, Banyan, strays
+from e2e_cluster import CLUSTER, Banyan, strays
 
 from banyan.cluster import processes, ray_head
 
