@@ -219,7 +219,7 @@ class RadixCache:
             self._tree.strip_interior(g, needed[g] - self._pools[g].free)
         self._drop_leaves(wanted)
         for g in windows:
-            self._tree.strip_locked(g, needed[g] - self._pools[g].free)
+            self._tree.strip_everywhere(g, needed[g] - self._pools[g].free)
         assert all(pool.free >= count for pool, count in wanted), "evictable blocks were not"
         return True
 

@@ -159,19 +159,18 @@ class RecencyList:
         self._ring = root_node(0)  # ring.older is the newest node, ring.newer the oldest
 
     def push(self, node: Node) -> None:
-        """Enter `node` as the newest."""
-        self._link(node)
+        """Make `node` the newest, whether it is in the list already or not."""
+        node.newer.older, node.older.newer = node.older, node.newer
+        ring = self._ring
+        node.newer, node.older = ring, ring.older
+        ring.older.newer = node
+        ring.older = node
 
     def remove(self, node: Node) -> None:
         """Take `node` out."""
         assert node.newer is not node, "the node is not in the list"
         node.newer.older, node.older.newer = node.older, node.newer
         node.newer = node.older = node
-
-    def touch(self, node: Node) -> None:
-        """Make a node of the list the newest."""
-        node.newer.older, node.older.newer = node.older, node.newer
-        self._link(node)
 
     def oldest(self) -> Node | None:
         """The least recently used node; None if the list is empty."""
@@ -183,12 +182,6 @@ class RecencyList:
         while node is not self._ring:
             yield node
             node = node.newer
-
-    def _link(self, node: Node) -> None:
-        ring = self._ring
-        node.newer, node.older = ring, ring.older
-        ring.older.newer = node
-        ring.older = node
 
 
 def edge_marks(chain: ChainSpec, end: int) -> dict[int, bytes]:

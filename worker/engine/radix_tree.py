@@ -84,14 +84,11 @@ class RadixTree:
     def split(self, node: Node, at: int) -> Node:
         """Cut `node` at token `at`; returns the upper half, `node` stays the lower one.
 
-        The caller touches the upper half, unless it is locked.
+        The caller touches the path of the upper half, which is not listed before that.
         """
         upper = split_node(node, at, self._size)
         for g, block in enumerate(upper.tail):
             self._retain(upper, g, [block])
-        if node.locks == 0:
-            self.recency.push(upper)
-        self._note(upper)
         return upper
 
     def append(self, node: Node, piece: Node, mark: bytes | None, own: Node | None) -> Node:
@@ -99,7 +96,7 @@ class RadixTree:
         is a leaf, ends on a block edge and is locked by nobody but the inserter (once, if it is
         `own`); else as a child. Returns where the piece is.
 
-        The caller touches the path afterwards.
+        The caller touches the path afterwards, as after `split`.
         """
         self.version += 1
         groups = range(len(self.pools))
@@ -113,7 +110,6 @@ class RadixTree:
             node.extend(piece)
             return node
         piece.attach(node, (mark or b"") + piece.tokens[:TOKEN_BYTES])
-        self.recency.push(piece)
         for g in groups:
             self._share_tail(node, g, piece.first_block(g))
         return piece
@@ -155,21 +151,22 @@ class RadixTree:
         """Make `node` and its ancestors the newest."""
         for above in upwards(node):
             if above.locks == 0:
-                self.recency.touch(above)
-            self._note(above)
+                self.recency.push(above)
+            for interior in self.interior.values():
+                interior.note(above)
 
     def strip_interior(self, group: int, count: int) -> None:
         """Free up to `count` blocks of a window group inside nodes, none of another group."""
         if count > 0 and self.interior[group].strip(count, self.log):
             self.version += 1
 
-    def strip_locked(self, group: int, count: int) -> None:
-        """Free up to `count` blocks of a window group that only locked nodes refer to. Looks at
+    def strip_everywhere(self, group: int, count: int) -> None:
+        """Free up to `count` blocks of a window group, wherever only nodes refer to them. Looks at
         every node: a last resort."""
-        for node in self.nodes():
-            if count > 0 and node.locks:
-                count -= strip_node(node, group, count, self.pools[group], self.log)
-                self.version += 1
+        nodes = self.nodes()
+        while count > 0 and (node := next(nodes, None)) is not None:
+            count -= strip_node(node, group, count, self.pools[group], self.log)
+            self.version += 1
 
     def drop(self, leaf: Node, count: int) -> None:
         """Cut the last `count` blocks off an unlocked leaf; all of it if it has no more.
@@ -191,10 +188,6 @@ class RadixTree:
             for interior in self.interior.values():
                 interior.forget(leaf)
             self._inherit_tail(leaf.detach(), heads)
-
-    def _note(self, node: Node) -> None:
-        for interior in self.interior.values():
-            interior.note(node)
 
     def _inherit_tail(self, parent: Node, heads: list[int]) -> None:
         """A child with first blocks `heads` is gone: share another child's block instead."""
