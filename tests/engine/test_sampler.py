@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from worker.engine import sampler
 from worker.engine.plan import SampleRow
 from worker.engine.sampler import FAILED, Sampled, sample, uniform
 from worker.engine.sampling import SamplingParams
@@ -223,6 +224,21 @@ def test_a_row_does_not_depend_on_its_batch_mates() -> None:
     order = np.random.default_rng(seed).permutation(count).tolist()
     shuffled = sample(logits[order], [rows[i] for i in order], EOS)
     assert shuffled == [together[i] for i in order]
+
+
+@pytest.mark.parametrize(("chance", "place"), [(0.0, 0), (1 - 2.0**-53, -1)])
+def test_the_ends_of_chance_stay_inside_what_was_kept(
+    chance: float, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Zero must not fall on a removed first token, nor the largest number past the last kept."""
+    monkeypatch.setattr(sampler, "uniform", lambda *_: chance)
+    count, vocab = 200, 97
+    logits = random_logits(6, count, vocab)
+    logits[:, [0, -1]] = -50.0
+    rows = [row(sequence=i, position=i, temperature=1.0, top_k=9) for i in range(count)]
+    for i, result in enumerate(sample(logits, rows, EOS)):
+        kept = np.flatnonzero(oracle(logits[i], rows[i]))
+        assert result.token_id == kept[place]
 
 
 def test_wide_nucleus_takes_the_sorting_path_and_agrees() -> None:
