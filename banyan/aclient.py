@@ -251,9 +251,12 @@ class AsyncStream:
         stream = direct.DirectStream(request, pick, model)
         yield stream.started(request.label)
         replica = replica_stub(self._client.channel(pick.address))
-        async for frame in self._open(replica.Stream, stream.request, ()):
-            for event in stream.feed(frame):
-                yield event
+        try:
+            async for frame in self._open(replica.Stream, stream.request, ()):
+                for event in stream.feed(frame):
+                    yield event
+        except grpc.RpcError as error:
+            raise direct.replica_error(to_error(error)) from error
 
     def _open(self, method: Any, request: Any, metadata: Any) -> Any:
         """Start the call of this attempt so that `aclose` can cancel it."""

@@ -245,8 +245,11 @@ class Stream:
         stream = direct.DirectStream(request, pick, model)
         yield stream.started(request.label)
         replica = replica_stub(self._client.channel(pick.address))
-        for frame in self._open(replica.Stream, stream.request, ()):
-            yield from stream.feed(frame)
+        try:
+            for frame in self._open(replica.Stream, stream.request, ()):
+                yield from stream.feed(frame)
+        except grpc.RpcError as error:
+            raise direct.replica_error(to_error(error)) from error
 
     def _open(self, method: Any, request: Any, metadata: Any) -> Any:
         """Start the call of this attempt so that `close` can cancel it."""

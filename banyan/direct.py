@@ -12,7 +12,7 @@ from banyan.events import ChoiceFinished, Delta, Event, Finished, FinishReason, 
 from banyan.v1 import api_pb2, internal_pb2
 from router.text.model import TextModel
 from router.text.output import ChoiceText
-from seams.errors import InvalidRequest, from_status
+from seams.errors import BanyanError, InvalidRequest, NoReplica, Unauthenticated, from_status
 
 
 def text_model(chunks: Iterable[api_pb2.FileChunk]) -> TextModel:
@@ -28,6 +28,11 @@ def pick_request(request: api_pb2.GenerateRequest) -> api_pb2.PickRequest:
     if request.stop:
         raise InvalidRequest("A direct stream cannot have stop strings.")
     return api_pb2.PickRequest(request=request)
+
+
+def replica_error(error: BanyanError) -> BanyanError:
+    """A ticket that its replica refuses is out of date, for it restarted: pick again."""
+    return NoReplica(error.message) if isinstance(error, Unauthenticated) else error
 
 
 class DirectStream:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -47,17 +48,19 @@ def up(
     ray_address: Annotated[
         str, typer.Option(help="Join this Ray cluster (its token in RAY_AUTH_TOKEN).")
     ] = "",
+    api_keys: Annotated[str, typer.Option(help="JSON file of API keys and their tenants.")] = "",
     timeout_s: Annotated[float, typer.Option(help="Give up after this many seconds.")] = 300.0,
     json_output: Json = False,
 ) -> None:
     """Start a cluster and wait until every replica is ready at every router."""
     from banyan.cli import clusters
-    from banyan.cluster.spec import ClusterSpec
+    from banyan.cluster.spec import ClusterSpec, read_api_keys
 
     spec = ClusterSpec(
         model=model, name=name, replicas=replicas, routers=routers, listen=listen, device=device,
         dtype=dtype, pool_gib=pool_gib or None, context_tokens=context_tokens,
         ray_address=ray_address, timeout_s=timeout_s,
+        api_keys=read_api_keys(Path(api_keys)) if api_keys else {},
     )  # fmt: skip
     clusters.up(spec, json_output=json_output)
 

@@ -49,8 +49,9 @@ def down(name: str, *, drain: bool, json_output: bool) -> None:
 
 
 def _public(record: ClusterRecord) -> dict[str, Any]:
-    """The record without the Ray token."""
+    """The record without its secrets."""
     fields = asdict(record)
+    del fields["api_key"]
     if fields["ray"]:
         del fields["ray"]["token"]
     return fields
@@ -59,7 +60,7 @@ def _public(record: ClusterRecord) -> dict[str, Any]:
 def status(name: str, *, json_output: bool) -> None:
     """Show what every router says."""
     record = state.running(name)
-    seen = {router.name: _ask(router) for router in record.routers}
+    seen = {router.name: _ask(router, record.api_key) for router in record.routers}
     if json_output:
         routers = {
             name: None
@@ -84,9 +85,9 @@ def status(name: str, *, json_output: bool) -> None:
     output.table("", columns, rows)
 
 
-def _ask(router: RouterRecord) -> api_pb2.ClusterStateResponse | None:
+def _ask(router: RouterRecord, api_key: str) -> api_pb2.ClusterStateResponse | None:
     try:
-        with Client(router.listen, timeout_s=2.0) as client:
+        with Client(router.listen, api_key, timeout_s=2.0) as client:
             return client.cluster_state()
     except BanyanError:
         return None

@@ -26,8 +26,10 @@ class Target:
 
     def client(self) -> Client:
         """A client for it. Raises LaunchError if no such cluster runs."""
-        addresses = self.address or state.running(self.name).addresses
-        return Client(addresses, self.api_key or None, self.timeout_s or None)
+        if self.address:
+            return Client(self.address, self.api_key, self.timeout_s or None)
+        record = state.running(self.name)
+        return Client(record.addresses, self.api_key or record.api_key, self.timeout_s or None)
 
 
 def messages(system: str, user: str) -> list[dict[str, str]]:

@@ -77,6 +77,7 @@ def up(spec: ClusterSpec, report: Report) -> ClusterRecord:
             replicas=tuple(f"replica-{i}" for i in range(spec.replicas)),
             started_unix_s=time.time(),
             launcher=Process("launcher", me.pid, me.create_time(), ""),
+            api_key=next(iter(spec.api_keys), ""),
         )
         launch = _Launch(spec, path, record, report, time.monotonic() + spec.timeout_s)
         launch.save()
@@ -130,6 +131,7 @@ def _start_routers(launch: _Launch, listens: list[str]) -> None:
             listen=listen,
             internal=f"{_internal_host(launch.spec)}:0",
             ready_file=str(ready),
+            api_keys=launch.spec.api_keys,
         )
         config_file = run / f"{name}.json"
         write_private(config_file, json.dumps(config.__dict__))
@@ -261,7 +263,7 @@ def _wait_replicas(launch: _Launch) -> None:
 
     wanted = set(launch.record.replicas)
     missing = {router.name: wanted for router in launch.record.routers}
-    clients = {r.name: Client(r.listen, timeout_s=2.0) for r in launch.record.routers}
+    clients = {r.name: Client(r.listen, launch.record.api_key, 2.0) for r in launch.record.routers}
     try:
         while any(missing.values()):
             for name, client in clients.items():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from seams.errors import LaunchError
@@ -28,6 +29,20 @@ class ClusterSpec:
     context_tokens: int = 0
     ray_address: str = ""
     timeout_s: float = 300.0
+    api_keys: dict[str, str] = field(default_factory=dict)  # key -> tenant; empty: no keys
+
+
+def read_api_keys(path: Path) -> dict[str, str]:
+    """A JSON object of keys and their tenants. Raises LaunchError."""
+    try:
+        keys = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise LaunchError(f"The file of API keys {path} cannot be read as JSON.") from error
+    if not isinstance(keys, dict) or not all(isinstance(v, str) and v for v in keys.values()):
+        raise LaunchError(f"The file of API keys {path} is no object of keys and tenant names.")
+    if not keys or not all(keys):
+        raise LaunchError(f"The file of API keys {path} has no key, or an empty one.")
+    return keys
 
 
 def split_address(address: str) -> tuple[str, int]:

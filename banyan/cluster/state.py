@@ -55,6 +55,7 @@ class ClusterRecord:
     ray: RayRecord | None = None
     started_unix_s: float = 0.0
     launcher: Process | None = None  # the command that is bringing it up
+    api_key: str = ""  # one of the cluster's, for this machine's own commands
 
     @property
     def addresses(self) -> list[str]:

@@ -50,6 +50,8 @@ def sentence(done: subprocess.CompletedProcess[str]) -> str:
         (["--dtype", "int3"], "error: --dtype must be auto, bf16, fp16 or fp32."),
         (["--pool-gib", "-1"], "error: --pool-gib must be more than 0."),
         (["--name", "../x"], "error: A cluster name has letters, digits, - and _ only"),
+        (["--api-keys", "/no/such"], "error: The file of API keys /no/such cannot be read as"),
+        (["--api-keys", "/proc/self/oom_score"], "is no object of keys and tenant names."),
         (["--model", "owner/missing"], "error: owner/missing is neither a folder here nor"),
     ],
 )

@@ -58,6 +58,7 @@ class ScriptedRouter(api_pb2_grpc.BanyanServicer, internal_pb2_grpc.ReplicaServi
         self.hang.set()
         self.address = ""
         self.retry_after_ms = 0
+        self.tickets_refused = 0
 
     def _break_after(self) -> int:
         breaking = self.breaks.pop(0) if self.breaks else None
@@ -116,6 +117,9 @@ class ScriptedRouter(api_pb2_grpc.BanyanServicer, internal_pb2_grpc.ReplicaServi
 
     def Stream(self, request: Any, context: Any) -> Iterator[Any]:
         self.direct_requests.append(request)
+        if self.tickets_refused:
+            self.tickets_refused -= 1
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "The ticket is another's.")
         limit, seed = self._break_after(), request.sampling.seed
         for position in range(len(request.token_ids) - 3, TOKENS):
             if position >= limit:
@@ -304,6 +308,15 @@ def test_direct_stream_resumes_through_pick(start: Start, run: Any, at: int) -> 
     assert isinstance(events[-1], Finished)
     assert sum(isinstance(e, ChoiceFinished) for e in events) == 1
     assert list(router.direct_requests[1].token_ids[3:]) == [token(77, p) for p in range(at)]
+
+
+@both
+def test_direct_picks_again_where_a_ticket_is_refused(start: Start, run: Any) -> None:
+    router = start(ScriptedRouter("a"))
+    router.tickets_refused = 2
+    events = run([router.address], [1, 2, 3], direct=True)
+    assert ids_of(events) == [token(77, p) for p in range(TOKENS)]
+    assert len(router.requests) == 3
 
 
 @both

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from e2e_cluster import CLUSTER, Banyan, strays
 
+from banyan import Client
 from banyan.cluster import processes, ray_head
+from seams.errors import Unauthenticated
 
 pytestmark = pytest.mark.timeout(200)
 UP = ("up", "--model", "fake:full", "--device", "cpu", "--listen", "127.0.0.1:0")
@@ -77,8 +79,16 @@ def test_joined_ray_cluster_is_left_as_it_was(
     try:
         address = ray_head.wait_head(ray)
         monkeypatch.setenv("RAY_AUTH_TOKEN", ray.token)
-        done = banyan(*UP, "--ray-address", address, "--json")
+        (home / "keys.json").write_text('{"key-of-a": "a"}')
+        keys = ["--api-keys", str(home / "keys.json")]
+        done = banyan(*UP, *keys, "--ray-address", address, "--json")
         assert done.returncode == 0, done.stderr
+        assert "key-of-a" not in done.stdout and ray.token not in done.stdout
+        where = json.loads(done.stdout)["routers"][0]["listen"]
+        with Client(where, timeout_s=10) as client, pytest.raises(Unauthenticated):
+            client.complete([1, 2, 3], max_tokens=4)
+        with Client(where, "key-of-a", timeout_s=10) as client:
+            assert len(client.complete([1, 2, 3], max_tokens=4).token_ids) == 4
         answer = banyan("status", "--json")
         [seen] = json.loads(answer.stdout)["seen"].values()
         assert [r["state"] for r in seen["replicas"]] == ["ready"]
