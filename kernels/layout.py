@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -48,14 +49,23 @@ class PageLayout:
         return [LayerPages(self, numbers, layer, shared) for layer in range(self.layers)]
 
 
+class _Gathered(NamedTuple):
+    """Where the pages of one `blocks` tensor are copied to, whatever the layer."""
+
+    rows: torch.Tensor  # int64, head rows in order [K, V][kv_heads][B], from a layer's first
+    into: torch.Tensor  # [rows, block_tokens * dim], part of the scratch buffer
+    keys: torch.Tensor  # views of it, [B, Hkv, block_tokens, dim]
+    values: torch.Tensor
+
+
 class _Shared:
-    """What the layers of one pool share: index tensors derived once a step, one scratch buffer."""
+    """What the layers of one pool share: what is derived once a step, and one scratch buffer."""
 
     def __init__(self, layout: PageLayout) -> None:
         self._layout = layout
         self._places: MutableMapping[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]
         self._places = WeakTensorKeyDictionary()
-        self._rows: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
+        self._gathered: MutableMapping[torch.Tensor, _Gathered] = WeakTensorKeyDictionary()
         self._scratch: torch.Tensor | None = None
 
     def places(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,20 +77,26 @@ class _Shared:
             self._places[slots] = found
         return found
 
-    def rows(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Head rows of `blocks` in order [K, V][kv_heads][B], counted from a layer's first."""
-        found = self._rows.get(blocks)
+    def gathered(self, blocks: torch.Tensor) -> _Gathered:
+        """Rows and destination of `blocks`; needs keys and values of equal width."""
+        found = self._gathered.get(blocks)
         if found is None:
-            heads = 2 * self._layout.kv_heads
+            layout = self._layout
+            heads = 2 * layout.kv_heads
             first = torch.arange(heads, device=blocks.device).unsqueeze(1)
-            found = (first + blocks * (heads * self._layout.layers)).flatten()
-            self._rows[blocks] = found
+            rows = (first + blocks * (heads * layout.layers)).flatten()
+            width = layout.block_tokens * layout.qk_dim
+            into = self._buffer(rows.numel() * width, blocks.device).view(rows.numel(), width)
+            shape = (2, layout.kv_heads, blocks.numel(), layout.block_tokens, layout.qk_dim)
+            keys, values = into.view(shape).transpose(1, 2)
+            found = _Gathered(rows, into, keys, values)
+            self._gathered[blocks] = found
         return found
 
-    def scratch(self, count: int, like: torch.Tensor) -> torch.Tensor:
+    def _buffer(self, count: int, device: torch.device) -> torch.Tensor:
         """`count` numbers, reused: fresh memory for every layer would cost its page faults."""
         if self._scratch is None or self._scratch.numel() < count:
-            self._scratch = torch.empty(count, dtype=like.dtype, device=like.device)
+            self._scratch = torch.empty(count, dtype=DTYPES[self._layout.dtype], device=device)
         return self._scratch[:count]
 
 
@@ -121,12 +137,6 @@ class LayerPages:
         """As PageLoader.gather; memory order is head first, so one head's pages are contiguous."""
         if self._head_rows is None:
             return self.keys.index_select(0, blocks), self.values.index_select(0, blocks)
-        rows = self._shared.rows(blocks)
-        width = self._head_rows.shape[1]
-        copied = self._shared.scratch(rows.numel() * width, self._head_rows).view(-1, width)
-        torch.index_select(self._head_rows, 0, rows, out=copied)
-        layout = self.layout
-        pages = copied.view(
-            2, layout.kv_heads, blocks.numel(), layout.block_tokens, layout.qk_dim
-        ).transpose(1, 2)
-        return pages[0], pages[1]
+        gathered = self._shared.gathered(blocks)
+        torch.index_select(self._head_rows, 0, gathered.rows, out=gathered.into)
+        return gathered.keys, gathered.values

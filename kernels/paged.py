@@ -40,7 +40,7 @@ class PagedAttention:
         """As AttentionBackend.attend."""
         need_lse = want_lse or spec.sinks is not None
         segments = segments_of(batch, spec.window)
-        whole = len(segments) == 1 and not segments[0].tiles and segments[0].sequences == len(q)
+        whole = len(segments) == 1 and not segments[0].tiles and segments[0].sequences == q.shape[0]
         if whole:
             attended = _decode(q, pages, spec, segments[0], need_lse)
         else:
@@ -86,14 +86,12 @@ def _in_line(page: torch.Tensor, segment: Segment) -> torch.Tensor:
     Masking logits would not do: 0 * NaN is NaN.
     """
     heads, dim = page.shape[1], page.shape[3]
-    line = page.transpose(0, 1).reshape(heads, -1, dim)
-    unused = segment.unused
+    by_head, unused = page.transpose(0, 1), segment.unused
     if unused is not None and unused.dtype == torch.int64:
-        line.index_fill_(1, unused, 0)
-    line = line.view(heads, segment.sequences, -1, dim)[:, :, : segment.keys]
-    if unused is not None and unused.dtype == torch.bool:
-        line = line.masked_fill(unused, 0)
-    return line
+        line = by_head.reshape(heads, -1, dim).index_fill_(1, unused, 0)
+        return line.view(heads, segment.sequences, -1, dim)
+    line = by_head.reshape(heads, segment.sequences, -1, dim)[:, :, : segment.keys]
+    return line if unused is None else line.masked_fill(unused, 0)
 
 
 def _decode(
@@ -114,7 +112,7 @@ def _decode(
     )
     return Attended(
         out.reshape(count, spec.query_heads, spec.v_dim),
-        None if lse is None else lse.reshape(count, spec.query_heads),
+        lse.reshape(count, spec.query_heads) if need_lse and lse is not None else None,
     )
 
 
