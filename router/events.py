@@ -233,6 +233,6 @@ class BlockStream:
         return None
 
     def _follow_removal(self, slot: int, keys: list[int]) -> None:
-        gone = [key for key in keys if not self._index.holds(slot, key)]
+        gone = [key for key in keys if not self._index.on_device(slot, key)]
         if gone:
             self._provisional.removed(slot, gone)

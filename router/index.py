@@ -8,7 +8,7 @@ Its value holds five bits for every slot (a slot is one view of one replica): on
 memory, on disk, in the shared tier, booked. The bits are exact, not cumulative, because a removal
 from the device says nothing about the copy in host memory; the cumulative sets that are closed
 under prefixes (device, device or host, device or host or disk) are derived when matching, once per
-distinct value. "Booked" (a request placed there is about to compute it) counts as on the device.
+distinct value. "Booked" (a request placed there will bring it) counts as on the device.
 
 Values are interned: a few distinct ones serve millions of blocks. The table is cut into shards so
 that neither a dict's growth nor the sweep after a lost replica stops the router for long.
@@ -23,8 +23,7 @@ from typing import NamedTuple
 
 DEVICE, HOST, DISK, SHARED, BOOKED = range(5)  # the first four are banyan.v1.Tier's numbers
 LANES = 5
-_LOCAL = 1 << DEVICE | 1 << HOST | 1 << DISK
-_NEAR = _LOCAL | 1 << BOOKED
+_NEAR = 1 << DEVICE | 1 << HOST | 1 << DISK | 1 << BOOKED
 _SLOT = (1 << LANES) - 1
 
 PREFIX_BITS = 60
@@ -169,10 +168,10 @@ class PrefixIndex:
         return change
 
     def store(self, slot: int, tier: int, keys: Sequence[int]) -> None:
-        """`slot` holds blocks `keys` (all of one group) in `tier` too; no longer only booked."""
+        """`slot` holds blocks `keys` (all of one group) in `tier` too."""
         base = slot * LANES
         bit = 1 << base + tier
-        change = self._change(bit, 0 if tier == SHARED else 1 << base + BOOKED)
+        change = self._change(bit, 1 << base + BOOKED if tier == DEVICE else 0)
         shards, digest, added = self._shards, 0, 0
         for key in keys:
             shard = shards[key & _SHARD]
@@ -202,14 +201,17 @@ class PrefixIndex:
         self._clear(slot, keys, off << base, 1 << base if tier != DEVICE else 0)
 
     def book(self, slot: int, keys: Iterable[int]) -> None:
-        """Mark those of the blocks that the slot does not hold yet as about to be there."""
+        """Mark those of the blocks that are not on the slot's device as about to be there.
+
+        For the chain to stay closed under prefixes, a start of it must be on the device or booked.
+        """
         base = slot * LANES
-        near = _NEAR << base
+        there = (1 << DEVICE | 1 << BOOKED) << base
         change, shards = self._change(1 << base + BOOKED, 0), self._shards
         for key in keys:
             shard = shards[key & _SHARD]
             mask = shard.get(key, 0)
-            if not mask & near:
+            if not mask & there:
                 shard[key] = change[mask]
 
     def unbook(self, slot: int, keys: Iterable[int]) -> None:
@@ -252,9 +254,9 @@ class PrefixIndex:
         """Xor of those blocks' prefixes: what `prefix` makes of the xor of their keys."""
         return self._digests[slot]
 
-    def holds(self, slot: int, key: int) -> bool:
-        """Whether the slot has the block in a local tier; booked ones do not count."""
-        return bool(self._shards[key & _SHARD].get(key, 0) >> slot * LANES & _LOCAL)
+    def on_device(self, slot: int, key: int) -> bool:
+        """Whether the slot has the block on the device; booked ones do not count."""
+        return bool(self._shards[key & _SHARD].get(key, 0) >> slot * LANES + DEVICE & 1)
 
     def match(self, keys: Sequence[bytes]) -> dict[int, Depths]:
         """Per live slot that holds a start of the chain: how much of it, with each tier added.
@@ -361,5 +363,5 @@ class PrefixIndex:
                     digest ^= key
                 assert len(device) == self.stored(slot), "device blocks miscounted"
                 assert digest == self.digest(slot), "digest differs from the blocks"
-                both = 1 << BOOKED
-                assert not any(v & both and v & _LOCAL for v in held.values()), "held and booked"
+                both = 1 << BOOKED | 1 << DEVICE
+                assert not any(v & both == both for v in held.values()), "stored and booked"

@@ -1,8 +1,8 @@
-"""Blocks that booked requests are about to compute, so that a burst of siblings stays together.
+"""Blocks that booked requests will bring to the device, so that a burst of siblings stays there.
 
 It knows chains, slots and expiry times; the index shows what it books as if it were there already.
 Events confirm a block by storing it; what is not confirmed goes when its request fails, when it
-expires, or when the replica reports that a block before it is gone.
+expires, or when the replica reports that a block before it left the device.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from router.index import PREFIX_BITS, PrefixIndex
+from router.index import BOOKED, PREFIX_BITS, PrefixIndex
 
 
 @dataclass
@@ -19,7 +19,7 @@ class _Booked:
     """One request: `keys` of group 0 follow `parent` in its chain; `others` are of other groups."""
 
     slot: int
-    parent: int | None  # the last block that was stored already, None at the chain's start
+    parent: int | None  # the last block that was there already, None at the chain's start
     keys: list[int]
     others: list[int]
     expires_s: float
@@ -54,7 +54,7 @@ class Provisional:
     ) -> None:
         """Enter what `slot` will hold once the request is computed there.
 
-        `chain` names all blocks of group 0 from the start; those stored already are left alone.
+        `chain` names all blocks of group 0 from the start; those on the device are left alone.
         """
         assert request_id not in self._requests, "booked twice"
         first = self._first_missing(slot, chain)
@@ -73,11 +73,11 @@ class Provisional:
         self._index.book(slot, more)
 
     def _first_missing(self, slot: int, chain: Sequence[int]) -> int:
-        """Blocks of the chain that are stored; they are a start of it."""
+        """Blocks of the chain that are on the device; they are a start of it."""
         low, high = 0, len(chain)
         while low < high:
             middle = (low + high) // 2
-            if self._index.holds(slot, chain[middle]):
+            if self._index.on_device(slot, chain[middle]):
                 low = middle + 1
             else:
                 high = middle
@@ -114,7 +114,7 @@ class Provisional:
         return len(due)
 
     def removed(self, slot: int, keys: Sequence[int]) -> None:
-        """Events removed `keys` of group 0: what was booked to follow one of them goes too.
+        """`keys` of group 0 left the device: what was booked to follow one of them goes too.
 
         Without this a chain would have a hole, and the index bisects chains.
         """
@@ -148,7 +148,7 @@ class Provisional:
             return
         for name, booked in entry.requests.items():
             del self._requests[name]
-            if booked.parent is None or self._index.holds(new_slot, booked.parent):
+            if booked.parent is None or self._index.on_device(new_slot, booked.parent):
                 before = [] if booked.parent is None else [booked.parent]
                 chain = before + booked.keys
                 self.book(name, new_slot, chain, booked.others, booked.expires_s)
@@ -168,7 +168,7 @@ class Provisional:
                 holders.update(booked.keys)
                 holders.update(booked.others)
             assert holders == entry.holders, "bookings miscounted"
-            shown = {k for k, lanes in self._index.held(slot).items() if lanes >> 4 & 1}
+            shown = {k for k, lanes in self._index.held(slot).items() if lanes >> BOOKED & 1}
             assert shown <= set(holders), "a booked block without a request"
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.cost import TERMS, Candidate, Cost, predict, ranked, reason
@@ -94,6 +94,7 @@ def test_leaving_the_session_costs_one_block() -> None:
     assert terms(but(off_session=True))["session"] == pytest.approx(0.016)
 
 
+@settings(derandomize=True, database=None)
 @given(
     st.integers(0, 2000),
     st.integers(0, 2000),

@@ -9,7 +9,13 @@ import tracemalloc
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from router_core_world import keys_of, prompt, xor_of
 
 from router.index import (
@@ -199,10 +205,6 @@ class IndexMachine(RuleBasedStateMachine):
     def slot(self, number: int) -> int:
         return sorted(self.model)[number % len(self.model)]
 
-    def near(self, slot: int) -> set[bytes]:
-        sets = self.model[slot]
-        return sets[DEVICE] | sets[HOST] | sets[DISK] | sets[BOOKED]
-
     @precondition(lambda self: self.model)
     @rule(number=st.integers(0, 5), chain=CHAIN, depth=st.integers(1, 12))
     def store(self, number: int, chain: int, depth: int) -> None:
@@ -238,7 +240,7 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model)
     @rule(number=st.integers(0, 5), chain=CHAIN, depth=st.integers(0, 11), tier=LOCAL)
     def demote(self, number: int, chain: int, depth: int, tier: int) -> None:
-        """Move the device blocks from `depth` on down; copies below move too."""
+        """Move the blocks from `depth` on to a slower tier; what is booked behind them goes."""
         slot = self.slot(number)
         sets = self.model[slot]
         head = CHAINS[chain][: depth + 1]
@@ -247,7 +249,9 @@ class IndexMachine(RuleBasedStateMachine):
         if tier == DEVICE or not moved:
             return
         self.index.move(slot, tier, names(sorted(moved)))
-        for lane in (DEVICE, HOST, DISK, BOOKED):
+        self.index.unbook(slot, names(sorted(tail)))
+        sets[BOOKED] -= tail
+        for lane in (DEVICE, HOST, DISK):
             sets[lane] -= moved
         sets[tier] |= moved
 
@@ -256,7 +260,7 @@ class IndexMachine(RuleBasedStateMachine):
     def book(self, number: int, chain: int, depth: int) -> None:
         slot, keys = self.slot(number), CHAINS[chain][:depth]
         self.index.book(slot, names(keys))
-        self.model[slot][BOOKED] |= set(keys) - self.near(slot)
+        self.model[slot][BOOKED] |= set(keys) - self.model[slot][DEVICE]
 
     @precondition(lambda self: self.model)
     @rule(number=st.integers(0, 5))
@@ -309,8 +313,18 @@ class IndexMachine(RuleBasedStateMachine):
             assert self.index.digest(slot) == prefix(xor_of(sets[DEVICE]))
 
 
-IndexMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestIndexMachine = IndexMachine.TestCase
+TestIndexMachine.settings = settings(
+    max_examples=100, stateful_step_count=40, deadline=None, derandomize=True, database=None
+)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_index_machine_in_full() -> None:
+    """Fresh examples every time; hypothesis prints how to replay one that fails."""
+    size = settings(max_examples=5000, stateful_step_count=60, deadline=None, print_blob=True)
+    run_state_machine_as_test(IndexMachine, settings=size)  # type: ignore[no-untyped-call]
 
 
 def test_random_closed_views_of_long_chains() -> None:

@@ -7,6 +7,7 @@ import random
 import pytest
 from router_core_world import (
     BLOCK,
+    MOVED,
     REMOVED,
     STORED,
     attach_ready,
@@ -20,7 +21,9 @@ from router_core_world import (
     snapshot_of,
 )
 
+from banyan.v1 import common_pb2, internal_pb2
 from router.core import RouterCore
+from router.cost import TERMS
 from router.index import BOOKED, prefix
 from router.placement import Observed
 from seams.clock import VirtualClock
@@ -161,6 +164,27 @@ def test_a_gone_replica_takes_its_bookings_along(core: RouterCore) -> None:
     core.attach(hello_of("r1", epoch=2))
     core.check_integrity()
     assert core.held_blocks("r1") == {} and matched(core) == 0
+
+
+def test_blocks_on_slower_tiers_are_booked_for_the_device(core: RouterCore) -> None:
+    """Or siblings saw a device chain with a hole: booked blocks behind ones in host memory."""
+    host = internal_pb2.TIER_HOST
+    core.events(batch_of("r1", 1, op_of(STORED, KEYS[:2]), op_of(STORED, KEYS[2:6], tier=host)))
+    first = core.place(request_of("q1", TOKENS)).decision
+    assert load_s(first) > 0
+    assert booked(core) == names(KEYS[2:])
+    assert load_s(core.preview(request_of("q2", TOKENS))) == 0, "the first one loads them"
+    core.events(batch_of("r1", 2, op_of(STORED, KEYS[2:4])))
+    assert booked(core) == names(KEYS[4:])
+    core.events(batch_of("r1", 3, op_of(MOVED, KEYS[1:4], tier=host)))
+    assert booked(core) == set(), "what was to follow them on the device goes"
+    assert load_s(core.preview(request_of("q2", TOKENS))) > 0
+    assert matched(core) == 6 * BLOCK
+    core.check_integrity()
+
+
+def load_s(decision: common_pb2.Decision) -> float:
+    return decision.candidates[0].terms[TERMS.index("tier_load")].seconds
 
 
 def test_requests_without_cache_leave_no_trace(core: RouterCore) -> None:
