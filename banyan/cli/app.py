@@ -165,7 +165,7 @@ def explain(
 def demo(
     json_file: Annotated[str, typer.Option("--json", help="Write the figures to this file.")] = "",
     users: Annotated[int, typer.Option(help="How many users talk at once.")] = 4,
-    max_tokens: Annotated[int, typer.Option(help="Per answer.")] = 40,
+    max_tokens: Annotated[int, typer.Option(help="Per answer.")] = 32,
 ) -> None:
     """Two replicas, a real model, several users with one system prompt: what caching saves."""
     from banyan.demo import run as run_demo

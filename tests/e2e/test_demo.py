@@ -1,0 +1,34 @@
+"""`banyan demo`, short: it exits 0, its figures add up and nothing of it stays."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from e2e_cluster import Banyan
+
+from banyan.models import DEMO_NAME
+
+pytestmark = pytest.mark.timeout(280)
+
+
+def test_demo(home: Path, banyan: Banyan, demo_model: Path) -> None:
+    (home / "models").mkdir()
+    (home / "models" / DEMO_NAME).symlink_to(demo_model)
+    figures = home / "figures.json"
+    done = banyan("demo", "--users", "2", "--max-tokens", "6", "--json", str(figures))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "everything shareable cached: 2 of 2" in done.stdout
+    rows = {row["name"]: row for row in json.loads(figures.read_text())["rows"]}
+    computed = rows["demo.computed_tokens"]
+    assert computed["samples"] == 4 and computed["ratio"] < 0.5
+    assert rows["demo.same_answers"]["value"] == 4
+    assert rows["demo.start_to_first_token"]["value"] > 0
+    assert list((home / "clusters").iterdir()) == []
+
+
+def test_too_many_users(banyan: Banyan) -> None:
+    done = banyan("demo", "--users", "99")
+    assert done.returncode == 1
+    assert done.stderr == "error: --users must be from 1 to 8.\n"
