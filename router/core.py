@@ -17,7 +17,7 @@ from router.cost import TERMS, Candidate, Cost, predict, ranked, reason
 from router.estimates import LogEwma
 from router.events import BlockStream
 from router.fleet import Fleet, Replica
-from router.index import DISK, HOST, SHARED, Depths, PrefixIndex, prefixes
+from router.index import DISK, HOST, SHARDS, SHARED, Depths, PrefixIndex, prefixes
 from router.placement import ModelEntry, Observed, Placement, PlaceRequest
 from router.provisional import Provisional
 from seams.clock import Clock
@@ -27,7 +27,7 @@ from seams.rng import Rng
 OUTPUT_TOKENS_PRIOR = 128.0
 SESSIONS_MAX = 1 << 16
 CANDIDATES_KEPT = 8  # of one decision: the cheapest, and the longest holder
-SWEEP_SHARDS = 16  # per tick
+SWEEP_BLOCKS = 1 << 15  # per tick, about: some milliseconds
 PREFILL_SLACK = 2.0  # provisional entries live for the predicted prefill times this, and the TTL
 PREFILL_S_MAX = 60.0
 _NOTHING = Depths(0, 0, 0)
@@ -117,7 +117,7 @@ class RouterCore:
         for replica in gone:
             self._forget(replica)
         self._provisional.expire(now_s)
-        self._index.sweep(SWEEP_SHARDS)
+        self._index.sweep(SHARDS * SWEEP_BLOCKS // (len(self._index) + 1) + 1)
         return [(replica.name, replica.epoch) for replica in gone]
 
     def events(self, batch: internal_pb2.EventBatch) -> bool:

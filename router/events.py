@@ -219,7 +219,8 @@ class BlockStream:
         if packed:
             keys = prefixes(packed, group)
             apply(slot, tier, keys)
-            if op.kind != internal_pb2.BlockOp.KIND_STORED:
+            moved = op.kind == internal_pb2.BlockOp.KIND_MOVED
+            if moved or (op.kind == internal_pb2.BlockOp.KIND_REMOVED and tier != SHARED):
                 self._follow_removal(slot, keys)
         return True
 

@@ -29,8 +29,8 @@ _SLOT = (1 << LANES) - 1
 PREFIX_BITS = 60
 GROUPS_MAX = 16
 _PREFIX = (1 << PREFIX_BITS) - 1
-_SHARDS = 256
-_SHARD = _SHARDS - 1
+SHARDS = 256
+_SHARD = SHARDS - 1
 _INTERNED_MAX = 1 << 16
 _RETIRED_MAX = 64
 
@@ -96,7 +96,7 @@ class PrefixIndex:
     """The table. Slots are made by `allocate`, seen by `match` while live, reused once swept."""
 
     def __init__(self) -> None:
-        self._shards: list[dict[int, int]] = [{} for _ in range(_SHARDS)]
+        self._shards: list[dict[int, int]] = [{} for _ in range(SHARDS)]
         self._interned: dict[int, int] = {}
         self._changes: dict[tuple[int, int], _Change] = {}
         self._cumulative = _Cumulative()
@@ -114,7 +114,7 @@ class PrefixIndex:
     def allocate(self) -> int:
         """A slot that holds nothing and is not live yet."""
         if len(self._retired) + len(self._sweeping) > _RETIRED_MAX:
-            self.sweep(_SHARDS)
+            self.sweep(SHARDS)
         if self._free:
             return self._free.pop()
         self._slots += 1
@@ -148,7 +148,7 @@ class PrefixIndex:
         kept = ((key, mask & keep) for key, mask in shard.items())
         self._shards[self._swept_shards] = {k: intern(mask, mask) for k, mask in kept if mask}
         self._swept_shards += 1
-        if self._swept_shards == _SHARDS:
+        if self._swept_shards == SHARDS:
             self._free += self._sweeping
             self._sweeping = []
             self._forget_changes()

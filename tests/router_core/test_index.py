@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import tracemalloc
+from itertools import takewhile
 
 import pytest
 from hypothesis import settings
@@ -216,12 +217,15 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model)
     @rule(number=st.integers(0, 5), chain=CHAIN, depth=st.integers(1, 12), tier=LOCAL)
     def write_through(self, number: int, chain: int, depth: int, tier: int) -> None:
-        """Copy what is held already to another tier too."""
+        """Copy the start of a chain that is held already to another tier too."""
         slot = self.slot(number)
-        keys = [key for key in CHAINS[chain][:depth] if key in self.model[slot][DEVICE]]
+        sets = self.model[slot]
+        near = sets[DEVICE] | sets[HOST] | sets[DISK] | sets[BOOKED]
+        keys = list(takewhile(near.__contains__, CHAINS[chain][:depth]))
         if keys:
             self.index.store(slot, tier, names(keys))
-            self.model[slot][tier] |= set(keys)
+            sets[tier] |= set(keys)
+            sets[BOOKED] -= sets[DEVICE]
 
     @precondition(lambda self: self.model)
     @rule(number=st.integers(0, 5), chain=CHAIN, depth=st.integers(0, 11), tier=LOCAL)

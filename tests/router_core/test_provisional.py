@@ -174,12 +174,15 @@ def test_blocks_on_slower_tiers_are_booked_for_the_device(core: RouterCore) -> N
     assert load_s(first) > 0
     assert booked(core) == names(KEYS[2:])
     assert load_s(core.preview(request_of("q2", TOKENS))) == 0, "the first one loads them"
-    core.events(batch_of("r1", 2, op_of(STORED, KEYS[2:4])))
-    assert booked(core) == names(KEYS[4:])
-    core.events(batch_of("r1", 3, op_of(MOVED, KEYS[1:4], tier=host)))
+    core.events(batch_of("r1", 2, op_of(STORED, KEYS[2:4]), op_of(STORED, KEYS[6:7], tier=host)))
+    assert booked(core) == names(KEYS[4:]), "a copy in host memory confirms nothing"
+    shared = internal_pb2.TIER_SHARED
+    core.events(batch_of("r1", 3, op_of(REMOVED, KEYS[7:9], tier=shared)))
+    assert booked(core) == names(KEYS[4:]), "nor does what the shared tier loses take anything"
+    core.events(batch_of("r1", 4, op_of(MOVED, KEYS[1:4], tier=host)))
     assert booked(core) == set(), "what was to follow them on the device goes"
     assert load_s(core.preview(request_of("q2", TOKENS))) > 0
-    assert matched(core) == 6 * BLOCK
+    assert matched(core) == 7 * BLOCK
     core.check_integrity()
 
 
