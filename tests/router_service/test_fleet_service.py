@@ -67,6 +67,20 @@ def test_without_a_proof_nobody_gets_in(messages: list[internal_pb2.AttachUp]) -
     run(scenario())
 
 
+def test_a_good_hello_does_not_make_up_for_a_wrong_proof() -> None:
+    async def scenario() -> None:
+        async with cluster(Script()) as c:
+            hello = ScriptedReplica("w1").hello()
+            hello.address = c.replicas[0].address
+            for wrong in (bytes(32), replica_proof(bytes(32), NONCE, NONCE)):
+                proof = UP(proof=internal_pb2.Proof(proof=wrong))
+                down = await _attach(c, GREETING, proof, UP(hello=hello))
+                assert down is not None and "secret" in down.refusal.message
+            assert [state.replica for state in c.core.state()] == ["w0"]
+
+    run(scenario())
+
+
 @pytest.mark.parametrize(
     "hello",
     [

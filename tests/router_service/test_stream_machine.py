@@ -100,6 +100,7 @@ class StreamMachine(RuleBasedStateMachine):
         assert had == 0 or self.choices == 1
         assert had < self.count, "a complete stream is not placed again"
         self.sent = [had] * self.choices
+        self.endless: set[int] = set()  # choices with all tokens whose end is still to be said
         self.limit = had + submit.credit_tokens
         self.cancelled, self.in_flight = False, True
 
@@ -107,9 +108,14 @@ class StreamMachine(RuleBasedStateMachine):
         return [c for c in range(self.choices) if self.sent[c] < self.count]
 
     @precondition(lambda self: self.in_flight and self._open())
-    @rule(draw=st.randoms(use_true_random=False), tokens=st.integers(1, 4), again=st.integers(0, 2))
-    def emit(self, draw: random.Random, tokens: int, again: int) -> None:
-        """The next tokens of a choice, perhaps repeating some."""
+    @rule(
+        draw=st.randoms(use_true_random=False),
+        tokens=st.integers(1, 4),
+        again=st.integers(0, 2),
+        late=st.booleans(),
+    )
+    def emit(self, draw: random.Random, tokens: int, again: int, late: bool) -> None:
+        """The next tokens of a choice, perhaps repeating some; its end may follow on its own."""
         choice = draw.choice(self._open())
         end = min(self.sent[choice] + tokens, self.limit, self.count)
         if end <= self.sent[choice]:
@@ -122,10 +128,23 @@ class StreamMachine(RuleBasedStateMachine):
             position=start,
             token_ids=self.truth[choice][start:end],
         )
-        if end == self.count:
-            emission.finish = common_pb2.FINISH_REASON_LENGTH
-        if not self._open():
+        if end == self.count and late:
+            self.endless.add(choice)
+        elif end == self.count:
+            self._end(emission)
+        self._receive(emission)
+
+    def _end(self, emission: internal_pb2.Emission) -> None:
+        emission.finish = common_pb2.FINISH_REASON_LENGTH
+        if not self._open() and not self.endless:
             self._last(emission)
+
+    @precondition(lambda self: self.in_flight and self.endless)
+    @rule()
+    def say_the_end(self) -> None:
+        choice = self.endless.pop()
+        emission = internal_pb2.Emission(choice=choice, position=self.count)
+        self._end(emission)
         self._receive(emission)
 
     def _last(self, emission: internal_pb2.Emission) -> None:
@@ -214,7 +233,8 @@ class StreamMachine(RuleBasedStateMachine):
         self.stream.consumed(batch)
         self.limit += self.stream.credit_due()
         if self.stream.phase is Phase.RUNNING and self.in_flight:
-            assert any(sent < self.limit for sent in self.sent), "nobody may go on"
+            going = [self.sent[c] < self.limit for c in range(self.choices)]
+            assert any(going), "nobody may go on"
 
     # ---- what must hold --------------------------------------------------------------------------
 
@@ -272,8 +292,10 @@ class StreamMachine(RuleBasedStateMachine):
                 self.stream.lost(ReplicaLost("The replica was lost."))
             elif self.cancelled:
                 self.answer_cancel()
+            elif self.endless:
+                self.say_the_end()
             else:
-                self.emit(draw, 2, 0)
+                self.emit(draw, 2, 0, late=False)
             self.read()
         self.read()
         self.one_end_and_no_gap()
@@ -324,6 +346,19 @@ def test_credit_bounds_what_can_wait(choices: int, logprobs: int | None) -> None
         for at in range(credit):
             outbox.put_delta(choice, at, [7], "text", [entry] if logprobs is not None else [])
     assert not outbox.overfull and len(outbox) == choices
+
+
+def test_a_choice_that_waits_for_blocks_does_not_hold_back_another() -> None:
+    stream = ClientStream(make_spec(1, 2, 100, (), 0), VirtualClock())
+    limit = stream.placed(placement("w"), None).credit_tokens
+    at = 0
+    while at < 90:  # only choice 0 gets anywhere
+        assert at < limit, "it has to wait for the other"
+        emission = internal_pb2.Emission(position=at, token_ids=truth(1, 0, 100)[at : at + 1])
+        assert not stream.receive(emission)
+        stream.consumed(stream.outbox.take())
+        limit += stream.credit_due()
+        at += 1
 
 
 def test_a_flood_beyond_the_credit_ends_the_stream() -> None:
