@@ -71,10 +71,12 @@ def oracle(logits: torch.Tensor, r: SampleRow) -> np.ndarray[Any, Any]:
         keep &= set(first_largest(weights, p.top_k))
     inside = np.where([i in keep for i in range(len(weights))], weights, 0.0)
     nucleus: set[int] = set()
+    reached, total = 0.0, inside.sum()
     for token in first_largest(inside, len(inside)):
-        if nucleus and inside[list(nucleus)].sum() >= p.top_p * inside.sum():
+        if nucleus and p.top_p < 1 and reached >= p.top_p * total:
             break
         nucleus.add(token)
+        reached += inside[token]
     keep &= nucleus
     keep &= {i for i in range(len(weights)) if weights[i] >= p.min_p}
     final = np.where([i in keep for i in range(len(weights))], weights, 0.0)
@@ -241,16 +243,32 @@ def test_the_ends_of_chance_stay_inside_what_was_kept(
         assert result.token_id == kept[place]
 
 
-def test_wide_nucleus_takes_the_sorting_path_and_agrees() -> None:
-    """Nearly flat rows need more than the first thousand largest; peaked rows beside them not."""
-    seed, vocab = 77, 4_000
-    logits = random_logits(seed, 8, vocab, scale=0.05)
+WIDE: dict[str, dict[str, Any]] = {
+    "top_p": {"top_p": 0.9},
+    "top_k": {"top_k": 2_000},
+    "top_k_as_wide_as_the_first_look": {"top_k": 1_024},
+    "top_k_and_top_p": {"top_k": 2_000, "top_p": 0.7},
+    "narrow_top_k_and_top_p": {"top_k": 10, "top_p": 0.7},
+    "min_p": {"min_p": 0.5},
+    "min_p_and_top_p": {"min_p": 0.001, "top_p": 0.95},
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
+def test_more_kept_than_the_first_look_shows(name: str, ties: bool) -> None:
+    """Nearly flat rows beside peaked ones; with ties, many equals lie beyond the first thousand."""
+    seed, vocab, count = 77, 4_000, 12
+    logits = random_logits(seed, count, vocab, scale=0.05)
     logits[::2] *= 100
-    rows = [row(sequence=i, position=i, seed=seed, temperature=1.0, top_p=0.9) for i in range(8)]
+    if ties:
+        logits = (logits * 8).round() / 8
+    shape = {"temperature": 1.0, "seed": seed, **WIDE[name]}
+    rows = [row(sequence=i, position=i, **shape) for i in range(count)]
     for i, result in enumerate(sample(logits, rows, EOS)):
         probabilities = oracle(logits[i], rows[i])
-        assert (probabilities > 0).sum() > 1_024 or i % 2 == 0
-        assert result.token_id == expected_token(probabilities, uniform(seed, 0, i))
+        assert result.token_id == expected_token(probabilities, uniform(seed, 0, i)), f"row {i}"
+        assert ties or probabilities[result.token_id] > 0
 
 
 def test_logits_are_not_changed() -> None:

@@ -18,17 +18,18 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from worker.engine.messages import Logprobs
 from worker.engine.plan import SampleRow
+from worker.engine.sampling import SamplingParams
 
 FAILED = -1
 TEMPERATURE_MIN = 1e-5  # below: greedy
-NUCLEUS_FIRST = 1024  # so many of the largest are looked at before a whole row is sorted
+NARROW = 1024  # so many of the largest are looked at before a whole row is sorted
 
 
 @dataclass(frozen=True)
@@ -118,57 +119,99 @@ def _penalise(scores: torch.Tensor, row: SampleRow) -> None:
 
 def _draw(scores: torch.Tensor, peaks: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     """Token ids [R]; scores [R, vocab] and peaks (their largest) [R] are not changed."""
-
-    def column(of: Callable[[SampleRow], float], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor([[of(row)] for row in rows], dtype=dtype, device=scores.device)
-
-    temperatures = column(lambda row: row.params.temperature, torch.float32)
+    vocab, device = scores.shape[1], scores.device
+    temperatures = _column([row.params.temperature for row in rows], torch.float32, device)
     # exp((score - peak) / temperature): never overflows, and the most likely token weighs 1.
     weights = ((scores - peaks.unsqueeze(1)) / temperatures).exp_()
-    _keep_top_k(weights, rows)
-    _keep_top_p(weights, rows)
-    if any(row.params.min_p > 0 for row in rows):
-        weights.masked_fill_(weights < column(lambda row: row.params.min_p, torch.float32), 0.0)
+    chances = [uniform(row.params.seed, row.choice, row.position) for row in rows]
+    uniforms = _column(chances, torch.float64, device)
+    picked = torch.empty(len(rows), dtype=torch.int64, device=device)
+    limited = [i for i, row in enumerate(rows) if _is_limited(row.params)]
+    # The few largest nearly always hold all that is kept; the rest is sorted in full.
+    for width in (min(_narrow_width(rows[i] for i in limited), vocab), vocab):
+        if limited:
+            limited = _draw_limited(weights, uniforms, rows, limited, width, picked)
+    free = [i for i, row in enumerate(rows) if not _is_limited(row.params)]
+    if free:
+        index = torch.tensor(free, device=device)
+        picked[index] = _pick(weights[index], uniforms[index])
+    return picked
+
+
+def _column(values: list[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)
+
+
+def _is_limited(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+
+
+def _narrow_width(rows: Iterable[SampleRow]) -> int:
+    """How many of the largest to look at first; any number gives the same tokens."""
+    widths = [2 * row.params.top_k or NARROW for row in rows]
+    return min(max(widths, default=NARROW), NARROW)
+
+
+def _pick(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Place [R] at which the running sum of weights [R, n] passes uniforms [R, 1] of the total."""
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    total = cumulative[:, -1:]
-    uniforms = column(lambda r: uniform(r.params.seed, r.choice, r.position), torch.float64)
-    # The product may round up to the total, which would point past the last token.
-    targets = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
+    # A uniform is at most 1 - 2^-53, which leaves the rounded product below the total.
+    targets = uniforms * cumulative[:, -1:]
     return torch.searchsorted(cumulative, targets, right=True).squeeze(1)
 
 
-def _keep_top_k(weights: torch.Tensor, rows: Sequence[SampleRow]) -> None:
-    """Zeroes all but the top_k largest weights of each row, in place."""
-    vocab = weights.shape[1]
-    limited = [i for i, row in enumerate(rows) if 0 < row.params.top_k < vocab]
-    if not limited:
-        return
-    index = torch.tensor(limited, device=weights.device)
-    counts = torch.tensor([rows[i].params.top_k for i in limited], device=weights.device)
+def _draw_limited(
+    weights: torch.Tensor,
+    uniforms: torch.Tensor,
+    rows: Sequence[SampleRow],
+    numbers: list[int],
+    width: int,
+    picked: torch.Tensor,
+) -> list[int]:
+    """Draws for the rows `numbers` out of their `width` largest weights, into picked [R].
+
+    Returns the rows for which so few do not decide; none if width is the vocabulary's.
+    """
+    index = torch.tensor(numbers, device=weights.device)
     chosen = weights[index]
-    largest = chosen.topk(int(counts.max()), dim=-1).values
-    weights[index] = chosen * _largest(chosen, largest, counts)
+    ordered, ids = chosen.topk(width, dim=-1)
+    counts, decided = _kept_counts(ordered, chosen, [rows[i].params for i in numbers])
+    ids = ids[decided].sort(dim=-1).values
+    values = chosen[decided].gather(1, ids)
+    values = values * _largest(values, ordered[decided], counts[decided])
+    done = index[decided]
+    places = _pick(values, uniforms[done])
+    picked[done] = ids.gather(1, places.clamp(max=width - 1).unsqueeze(1)).squeeze(1)
+    return [i for i, ok in zip(numbers, decided.tolist(), strict=True) if not ok]
 
 
-def _keep_top_p(weights: torch.Tensor, rows: Sequence[SampleRow]) -> None:
-    """Keeps the shortest run of largest weights that reaches top_p of the row's sum, in place."""
-    limited = [i for i, row in enumerate(rows) if row.params.top_p < 1.0]
-    if not limited:
-        return
-    index = torch.tensor(limited, device=weights.device)
-    shares = torch.tensor([[rows[i].params.top_p] for i in limited], dtype=torch.float64)
-    chosen = weights[index]
-    needed = shares.to(weights.device) * chosen.sum(dim=-1, keepdim=True, dtype=torch.float64)
-    largest = chosen.topk(min(NUCLEUS_FIRST, chosen.shape[1]), dim=-1).values
-    short = (largest.sum(dim=-1, keepdim=True, dtype=torch.float64) < needed).squeeze(1)
-    kept = torch.empty_like(chosen, dtype=torch.bool)
-    for part, whole in ((~short, False), (short, True)):
-        if bool(part.any()):
-            ordered = chosen[part].sort(dim=-1, descending=True).values if whole else largest[part]
-            before = ordered.cumsum(dim=-1, dtype=torch.float64) - ordered
-            counts = (before < needed[part]).sum(dim=-1).clamp_(min=1)
-            kept[part] = _largest(chosen[part], ordered, counts)
-    weights[index] = chosen * kept
+def _kept_counts(
+    ordered: torch.Tensor, weights: torch.Tensor, params: Sequence[SamplingParams]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many of the largest weights each row keeps, int64 [R], and whether that is certain.
+
+    All three limits keep a run of the largest: top-k by count, top-p up to a share of what top-k
+    left, min-p down to a share of the largest, which is 1. `ordered` [R, W] are a row's largest
+    `weights` [R, vocab], descending.
+    """
+    (width, vocab), device = (ordered.shape[1], weights.shape[1]), ordered.device
+    top_k = _column([p.top_k or vocab for p in params], torch.int64, device).clamp_(max=vocab)
+    top_p = _column([p.top_p if p.top_p < 1 else math.inf for p in params], torch.float64, device)
+    min_p = _column([p.min_p for p in params], torch.float32, device)
+    inside = torch.arange(width, device=device) < top_k
+    running = ordered.cumsum(dim=-1, dtype=torch.float64)
+    whole = weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    some = running.gather(1, top_k.clamp(max=width) - 1)
+    needed = top_p * torch.where(top_k < vocab, some, whole)
+    kept = inside & (running - ordered < needed) & (ordered >= min_p)
+    counts = kept.sum(dim=-1).clamp_(min=1)
+    if width == vocab:
+        return counts, torch.ones_like(counts, dtype=torch.bool)
+    # Certain if the last one kept is larger than the last one seen (no equal lies beyond), and
+    # top-p knew the sum that it is a share of.
+    last = ordered.gather(1, counts.unsqueeze(1) - 1)
+    summed = (top_k <= width) | (top_k == vocab)
+    return counts, ((last > ordered[:, -1:]) & summed).squeeze(1)
 
 
 def _largest(values: torch.Tensor, ordered: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -177,9 +220,12 @@ def _largest(values: torch.Tensor, ordered: torch.Tensor, counts: torch.Tensor) 
     `ordered` [R, >= counts] holds the row's largest values, descending.
     """
     threshold = ordered.gather(1, counts.unsqueeze(1) - 1)
+    kept = values >= threshold
+    if torch.equal(kept.sum(dim=-1), counts):
+        return kept  # no tie at the threshold of any row, the usual case: no need to count
     above = values > threshold
-    equal = values == threshold
     wanted = (counts - above.sum(dim=-1)).unsqueeze(1)
+    equal = values == threshold
     return above | (equal & (equal.cumsum(dim=-1) <= wanted))
 
 
