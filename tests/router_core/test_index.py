@@ -349,3 +349,26 @@ def test_random_closed_views_of_long_chains() -> None:
             if disk:
                 expected[slot] = Depths(device, host, disk)
         assert index.match(keys) == expected, f"seed {seed}"
+
+
+def test_views_with_holes_still_give_sensible_depths() -> None:
+    """Events may be late or wrong: whoever holds the first block, and nobody else, has a depth,
+    and its depth ends on a block that it holds. 300 seeds.
+    """
+    keys = keys_of(prompt(1, 40))
+    for seed in range(300):
+        draw = random.Random(seed)
+        index = PrefixIndex()
+        held = {}
+        for _ in range(5):
+            slot, density = live_slot(index), draw.random()
+            mine = [key for key in keys if draw.random() < density]
+            if mine:
+                index.store(slot, DEVICE, names(mine))
+            held[slot] = set(mine)
+        depths = index.match(keys)
+        assert set(depths) == {slot for slot, mine in held.items() if keys[0] in mine}, seed
+        for slot, depth in depths.items():
+            assert len(set(depth)) == 1 and keys[depth.device - 1] in held[slot], seed
+        dropped = [lost for _, lost in index._drops(keys)]
+        assert sum(dropped).bit_count() == sum(map(int.bit_count, dropped)), "a bit twice"
