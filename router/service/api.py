@@ -47,6 +47,7 @@ CHUNK_BYTES = 256 * 1024
 THREAD_BYTES = 16 * 1024  # longer texts are tokenized beside the loop
 TICKET_TTL_MS = 30_000
 TICKET_TTL_MS_MAX = 300_000
+STOPPING = "The router is stopping; another one can go on."
 PICK_BOOKED_S_MIN = 1.0  # a pick counts as load until the replica reports it itself
 
 Response = TypeVar("Response")
@@ -87,7 +88,7 @@ class Api(api_pb2_grpc.BanyanServicer):
 
     async def _generate(self, request: api_pb2.GenerateRequest, context: Context) -> None:
         if self._stopping:
-            raise NoReplica("The router is stopping; another one can go on.")
+            raise NoReplica(STOPPING)
         if self._calls >= self._config.streams_max:
             raise Overloaded("The router serves as many streams as it may.")
         self._calls += 1
@@ -145,6 +146,8 @@ class Api(api_pb2_grpc.BanyanServicer):
         loop = asyncio.get_running_loop()
         due_s = loop.time() + self._wait_s(deadline)
         while True:
+            if self._stopping:
+                raise NoReplica(STOPPING)
             served = self._lookup(name)
             if served is not None:
                 return served
@@ -343,7 +346,8 @@ class Api(api_pb2_grpc.BanyanServicer):
                 await self._idle.wait()
         except TimeoutError:
             for relay in list(self._relays):
-                relay.stop(NoReplica("The router is stopping; another one can go on."))
+                relay.stop(NoReplica(STOPPING))
+            self._fleet.wake()
 
 
 def _writer(context: Context) -> Callable[[api_pb2.GenerateResponse], Awaitable[None]]:

@@ -30,6 +30,7 @@ from seams.proof import NONCE_BYTES, matches, replica_proof, router_proof, sessi
 from seams.rng import Rng
 
 HANDSHAKE_S_MAX = 10.0
+LOOK_AGAIN_S = 1.0  # who waits for a replica looks again so often, told or not
 MODELS_KNOWN_MAX = 1024
 KNOWN_S = 600.0  # a model without a replica is awaited for so long, then it is unknown
 
@@ -100,12 +101,15 @@ class Fleet(internal_pb2_grpc.FleetServicer):
         return len(self._sessions)
 
     async def change(self, wait_s: float) -> bool:
-        """Wait until something about the fleet may have changed; False after `wait_s`."""
+        """Wait until something may have changed, and now and then anyway; False if no time is
+        left to wait."""
+        if wait_s <= 0:
+            return False
         try:
-            async with asyncio.timeout(wait_s):
+            async with asyncio.timeout(min(wait_s, LOOK_AGAIN_S)):
                 await self._changed.wait()
         except TimeoutError:
-            return False
+            pass
         return True
 
     def tick(self) -> None:
@@ -123,7 +127,6 @@ class Fleet(internal_pb2_grpc.FleetServicer):
                 self._drop(session, ReplicaLost("The replica was lost."))
                 del self._sessions[replica]
         self._remember_models()
-        self._tell()
 
     def _remember_models(self) -> None:
         now_s = self._clock.now()
@@ -135,7 +138,8 @@ class Fleet(internal_pb2_grpc.FleetServicer):
                 del self._known[name]
         self.texts.retain(entry.served for entry, _ in self._known.values())
 
-    def _tell(self) -> None:
+    def wake(self) -> None:
+        """Let everyone who waits in `change` look again."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -236,7 +240,7 @@ class Fleet(internal_pb2_grpc.FleetServicer):
         self._sessions[hello.replica] = session
         note(logging.INFO, "replica attached", replica=hello.replica, epoch=hello.epoch)
         self.executor(hello.replica, hello.epoch)  # dialled before the first request needs it
-        self._tell()
+        self.wake()
         return session
 
     async def _stay(self, session: Session, context: Context) -> None:
@@ -267,14 +271,14 @@ class Fleet(internal_pb2_grpc.FleetServicer):
             raise Incompatible("A later hello names another replica, epoch or address.")
         await self._take_hello(hello, session.tokens)
         session.hello = hello
-        self._tell()
+        self.wake()
 
     def _link_lost(self, session: Session) -> None:
         hello, session.open = session.hello, False
         if self._sessions.get(hello.replica) is session:
             note(logging.INFO, "replica link lost", replica=hello.replica, epoch=hello.epoch)
             self._core.link_lost(hello.replica, hello.epoch)
-            self._tell()
+            self.wake()
 
     # ---- Events ----------------------------------------------------------------------------------
 

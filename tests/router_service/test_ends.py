@@ -203,6 +203,18 @@ def test_a_waiting_stream_ends_too_when_the_router_stops() -> None:
     run(scenario())
 
 
+def test_a_request_that_waits_for_a_model_ends_when_the_router_stops() -> None:
+    async def scenario() -> None:
+        async with cluster(queue_wait_s_max=30.0) as c:
+            call = asyncio.create_task(c.generate(prompt()))
+            await asyncio.sleep(0.1)
+            await c.server._api.drain(0.1)
+            answer = await call
+            assert answer.code is grpc.StatusCode.UNAVAILABLE and "stopping" in answer.details
+
+    run(scenario())
+
+
 def test_empty_request_types_answer() -> None:
     async def scenario() -> None:
         async with cluster(Script()) as c:

@@ -298,10 +298,12 @@ def test_the_same_epoch_attaching_again_keeps_its_streams() -> None:
             replica = c.replicas[0]
             call = asyncio.create_task(c.generate(prompt("abc", max_tokens=40, seed=1)))
             await c.until(lambda: bool(replica.submits))
+            executor = c.server._fleet._sessions["w0"].executor
             replica._links[0].cancel()
             await asyncio.sleep(0.05)
             replica._links.append(asyncio.create_task(replica._attach(c.server.internal)))
             await c.until(lambda: _state(c, "w0") == "ready")
+            assert c.server._fleet._sessions["w0"].executor is executor
             answer = await call
             assert answer.ids() == expected(list(b"abc"), 1, 40) and answer.usage.moves == 0
 
