@@ -34,13 +34,13 @@ class AttentionBatch:
     p % block_tokens. The new rows of a sequence are its last physical positions: row i of n sees
     physical positions <= lengths[s] - n + i. Masks by window compare logical positions: `positions`
     for queries, `kv_positions` for keys (None = logical equals physical). Where heads hold
-    different tokens, lengths and slots have a head axis and kv_positions may have one. Tables are
-    left-aligned: a sequence's blocks, then -1.
+    different tokens, lengths and slots have a head axis and kv_positions may have one. An absent
+    block is outside the window of every row, or anywhere if there are kv_positions: none see it.
     """
 
     starts: torch.Tensor  # int32 [S+1] first row of each sequence
     lengths: torch.Tensor  # int32 [S] or [S, Hkv] valid physical positions, new rows included
-    tables: torch.Tensor  # int32 [S, blocks_max], -1 = absent (outside the window)
+    tables: torch.Tensor  # int32 [S, blocks_max], -1 = absent, or past the sequence's end
     slots: torch.Tensor  # int64 [N] or [N, Hkv]: block * block_tokens + offset row r goes to
     positions: torch.Tensor  # int64 [N] logical
     block_tokens: int

@@ -217,7 +217,8 @@ def split_constants(spec: AttentionSpec, block_tokens: int) -> dict[str, int | f
     """The compile-time constants of `attend_split` that follow from the model."""
     group = spec.query_heads // spec.kv_heads
     rows = min(GROUP_ROWS_MAX, max(DOT_ROWS_MIN, triton.next_power_of_2(group)))
-    wide = max(spec.qk_dim, spec.v_dim) > 128
+    keys = 32 if max(spec.qk_dim, spec.v_dim) > 128 else 64
+    assert SPLIT_KEYS % keys == 0, "a tile must not reach into the next split"
     return {
         "GROUP": group,
         "TILES": -(-group // rows),
@@ -225,7 +226,7 @@ def split_constants(spec: AttentionSpec, block_tokens: int) -> dict[str, int | f
         "QK_DIM": spec.qk_dim,
         "V_DIM": spec.v_dim,
         "BLOCK_G": rows,
-        "BLOCK_N": 32 if wide else 64,
+        "BLOCK_N": keys,
         "BLOCK_QK": max(DOT_ROWS_MIN, triton.next_power_of_2(spec.qk_dim)),
         "BLOCK_V": max(DOT_ROWS_MIN, triton.next_power_of_2(spec.v_dim)),
         "SPLIT": SPLIT_KEYS,

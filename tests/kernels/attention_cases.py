@@ -48,6 +48,8 @@ def _sequences(rng: random.Random, kv_heads: int, tokens: int, pure_decode: bool
     rows = [1 if rng.random() < 0.6 else rng.randint(0, length) for length in lengths]
     if pure_decode:
         rows = [1] * len(lengths)
+        if rng.random() < 0.3:
+            lengths[0] += 40 * tokens  # more than one split of the keys, a bucket of its own
     per_head = rng.random() < 0.3
     heads = [[length] * kv_heads for length in lengths]
     if per_head:
@@ -66,6 +68,23 @@ def _tables(rng: random.Random, sequences: _Sequences, tokens: int) -> tuple[lis
     total = len(blocks)
     rng.shuffle(blocks)
     return [[blocks.pop() for _ in range(count)] for count in counts], total
+
+
+def _drop_blocks(
+    rng: random.Random,
+    tables: list[list[int]],
+    sequences: _Sequences,
+    window: int,
+    tokens: int,
+) -> None:
+    """What a window group no longer holds; with positions of their own, keys may go anywhere."""
+    for table, length, n in zip(tables, sequences.lengths, sequences.rows, strict=True):
+        if sequences.gaps is not None:
+            if rng.random() < 0.5 and len(table) > 1:
+                table[rng.randrange(len(table) - 1)] = -1
+        elif window and not sequences.per_head:
+            gone = max(0, length - n - window + 1) // tokens
+            table[:gone] = [-1] * gone
 
 
 def _fill(
@@ -99,7 +118,7 @@ def _kv_positions(sequences: _Sequences) -> torch.Tensor | None:
 def make_case(seed: int, dtype: str, pure_decode: bool = False, device: str = "cpu") -> Case:
     """The case of this seed, the same on every device."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    kv_heads, group = rng.choice([1, 2, 3]), rng.choice([1, 2, 3, 4, 8, 20])
+    kv_heads, group = rng.choice([1, 2, 3]), rng.choice([1, 2, 3, 4, 8, 20] * 3 + [80])
     qk_dim = rng.choice([8, 16, 24, 64])
     v_dim = qk_dim if rng.random() < 0.7 else rng.choice([8, 16])
     tokens = rng.choice([4, 16])
@@ -110,10 +129,7 @@ def make_case(seed: int, dtype: str, pure_decode: bool = False, device: str = "c
     assert pool.view(DTYPES[dtype]).isnan().all()
     _fill(layout.pages(pool)[LAYER], sequences, tables, generator)
     window = rng.choice([0, 0, 1, 5, 16, 40])
-    if window and sequences.gaps is None and not sequences.per_head:
-        for table, length, n in zip(tables, sequences.lengths, sequences.rows, strict=True):
-            gone = max(0, length - n - window + 1) // tokens  # as a window group would
-            table[:gone] = [-1] * gone
+    _drop_blocks(rng, tables, sequences, window, tokens)
     starts, positions = [0], []
     for s, (length, n) in enumerate(zip(sequences.lengths, sequences.rows, strict=True)):
         newest = length + (sequences.gaps[s] if sequences.gaps else 0)
