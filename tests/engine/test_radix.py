@@ -397,6 +397,20 @@ def test_a_short_window_group_loses_what_lies_inside_nodes_first() -> None:
     bench.check()
 
 
+def test_the_inside_of_the_least_recently_used_node_goes_first() -> None:
+    bench = Bench(*WINDOWED, blocks=20)
+    bench.put([1] * 40)
+    bench.put([2] * 40)
+    assert bench.depth([1] * 40) == 40
+    bench.cache.take_ops()
+    assert bench.cache.evict([0, 9])
+    inside_2, inside_1 = (keys.chain(CHAIN, [n] * 40)[7::-1] for n in (2, 1))
+    assert bench.cache.take_ops() == [
+        CacheOp(CacheOpKind.REMOVED, 1, (*inside_2, inside_1[0])),
+    ]
+    assert bench.depth([2] * 40) == 40
+
+
 def test_a_long_generation_under_a_small_window_pool_keeps_its_prefix() -> None:
     pools = [BlockPool(WINDOWED[0], 64), BlockPool(WINDOWED[1], 5)]
     cache, tokens = RadixCache(pools, SIZE), list(range(200))

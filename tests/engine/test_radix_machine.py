@@ -233,7 +233,9 @@ class Machine:
             pool.free + self.cache.evictable(g) >= needed[g] for g, pool in enumerate(self.pools)
         )
         order = self.model.eviction_order()
-        ends = {text: node.end for text, node in self.prefixes().items()}
+        nodes = self.prefixes()
+        ends = {text: node.end for text, node in nodes.items()}
+        blocks = {(t, g): self.block(nodes[t], t, g) for t in nodes for g in self.windows}
         done = self.cache.evict(needed)
         assert done == possible
         there = self.prefixes()
@@ -242,7 +244,7 @@ class Machine:
         self.model.forget(gone)
         after = [pool.free for pool in self.pools]
         short = [b < n for b, n in zip(before, needed, strict=True)]
-        stripped = self.strip(there, ends, short)
+        stripped = self.strip(there, ends, blocks, short)
         if not done:
             assert not gone and not stripped and before == after
         elif gone or stripped:
@@ -254,17 +256,28 @@ class Machine:
             self.counts["stripped"] += stripped
         return done
 
-    def strip(self, there: dict[str, Node], ends: dict[str, int], short: list[bool]) -> bool:
+    def block(self, node: Node, text: str, group: int) -> int:
+        """The block of the last token of `text`, which lies in `node`."""
+        return node.block_at(group, (len(text) - 2) // self.size - node.start // self.size)
+
+    def strip(
+        self,
+        there: dict[str, Node],
+        ends: dict[str, int],
+        blocks: dict[tuple[str, int], int],
+        short: list[bool],
+    ) -> bool:
         """Take over which window blocks eviction dropped but not their nodes: the group had to be
-        short, and the block farther than the window from where its node ended, unless nothing
-        unlocked is left to drop."""
+        short, and the block free now and farther than the window from where its node ended, unless
+        nothing unlocked is left to drop."""
         stripped = False
         for text, entry in self.model.entries.items():
-            node, block = there[text], (len(text) - 2) // self.size
+            index = (len(text) - 2) // self.size
             for g in sorted(entry.groups):
-                if node.block_at(g, block - node.start // self.size) < 0:
-                    inside = (block + 1) * self.size <= ends[text] - self.windows[g]
-                    assert short[g] and (inside or not self.model.eviction_order())
+                if self.block(there[text], text, g) < 0:
+                    inside = (index + 1) * self.size <= ends[text] - self.windows[g]
+                    gone = self.pools[g].references(blocks[text, g]) == 0
+                    assert short[g] and ((inside and gone) or not self.model.eviction_order())
                     entry.groups.remove(g)
                     stripped = True
         return stripped

@@ -106,4 +106,4 @@ class InteriorBlocks:
     def _count(self, node: Node) -> int:
         """How many of the node's first full blocks lie outside the window before its end."""
         edge = (node.end - self._pool.group.window_tokens) // self._size
-        return min(edge - node.start // self._size, len(node.blocks[self._group]))
+        return edge - node.start // self._size
