@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import signal
-import stat
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -23,20 +22,22 @@ from router.service import logs
 from router.service.server import RouterServer
 from seams.clock import SystemClock
 from seams.errors import LaunchError
+from seams.proof import read_secret
 from seams.rng import SystemRng
 
-SECRET_BYTES_MIN = 16
+OPTIONS = ("router", "secret_file", "listen", "internal")  # what differs from pod to pod
 STOP_GRACE_S = 20.0  # under the 30 s that Kubernetes gives by default
 
 
-def read_config(path: Path) -> RouterConfig:
-    """The configuration in a JSON file. Raises LaunchError."""
+def read_config(path: Path | None, given_options: dict[str, str]) -> RouterConfig:
+    """The configuration in a JSON file, if any; options that are given win. Raises LaunchError."""
     try:
-        given = json.loads(path.read_text())
+        given = json.loads(path.read_text()) if path else {}
     except (OSError, ValueError):
         raise LaunchError(f"The configuration {path} cannot be read as JSON.") from None
     if not isinstance(given, dict):
         raise LaunchError(f"The configuration {path} is not a JSON object.")
+    given |= given_options
     unknown = sorted(given.keys() - {field.name for field in fields(RouterConfig)})
     if unknown:
         raise LaunchError(f"The configuration has an unknown field: {unknown[0]}.")
@@ -44,23 +45,6 @@ def read_config(path: Path) -> RouterConfig:
         return RouterConfig(**given)
     except TypeError:
         raise LaunchError("The configuration lacks router or secret_file.") from None
-
-
-def read_secret(path: Path) -> bytes:
-    """The cluster secret, hexadecimal in its file. Raises LaunchError.
-
-    The group may read the file: Kubernetes mounts a secret for the pod's group.
-    """
-    try:
-        mode = path.stat().st_mode
-        secret = bytes.fromhex(path.read_text().strip())
-    except (OSError, ValueError):
-        raise LaunchError(f"The cluster secret {path} cannot be read.") from None
-    if mode & (stat.S_IRWXO | stat.S_IWGRP):
-        raise LaunchError("The cluster secret must not be readable by others (chmod 600).")
-    if len(secret) < SECRET_BYTES_MIN:
-        raise LaunchError(f"The cluster secret is shorter than {SECRET_BYTES_MIN} bytes.")
-    return secret
 
 
 def write_ready(path: Path, server: RouterServer) -> None:
@@ -97,14 +81,17 @@ async def serve(config: RouterConfig, secret: bytes) -> None:
 def main() -> int:
     """0 after an orderly stop, 1 if it could not start; then stderr says why in one sentence."""
     parser = argparse.ArgumentParser(prog="python -m router", description=__doc__)
-    parser.add_argument("--config", type=Path, required=True, help="JSON with RouterConfig fields")
+    parser.add_argument("--config", type=Path, help="JSON with RouterConfig fields")
+    for name in OPTIONS:
+        parser.add_argument(f"--{name.replace('_', '-')}", help="overrides the file's field")
     parser.add_argument(
         "--log-level", default="info", choices=["debug", "info", "warning", "error"]
     )
     arguments = parser.parse_args()
     logs.set_up(arguments.log_level)
     try:
-        config = read_config(arguments.config)
+        options = {name: value for name in OPTIONS if (value := getattr(arguments, name))}
+        config = read_config(arguments.config, options)
         uvloop.run(serve(config, read_secret(Path(config.secret_file))))
     except (LaunchError, OSError) as error:
         print(error, file=sys.stderr)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import stat
+from pathlib import Path
 
-from seams.errors import Unauthenticated
+from seams.errors import LaunchError, Unauthenticated
 
 NONCE_BYTES = 32
 PROOF_BYTES = 32
+SECRET_BYTES_MIN = 16
 
 
 def _mac(secret: bytes, *parts: bytes) -> bytes:
@@ -57,3 +60,24 @@ def unseal(secret: bytes, ticket: bytes) -> bytes:
     if not matches(_mac(secret, b"banyan/v1/ticket", body), ticket[:PROOF_BYTES]):
         raise Unauthenticated("The ticket was not issued by this cluster.")
     return body
+
+
+def read_secret(path: Path) -> bytes:
+    """The cluster secret. Raises LaunchError if it is missing, damaged or readable by others.
+
+    The group may read it: Kubernetes mounts a secret for the pod's group.
+    """
+    try:
+        mode = path.stat().st_mode
+        text = path.read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError):
+        raise LaunchError("The cluster secret file is missing or cannot be read.") from None
+    if stat.S_IMODE(mode) & (stat.S_IRWXO | stat.S_IWGRP):
+        raise LaunchError("The cluster secret file must not be readable by others (chmod 600).")
+    try:
+        secret = bytes.fromhex(text.strip())
+    except ValueError:
+        secret = b""
+    if len(secret) < SECRET_BYTES_MIN:
+        raise LaunchError(f"The cluster secret must be hex of at least {SECRET_BYTES_MIN} bytes.")
+    return secret

@@ -167,4 +167,16 @@ def test_a_secret_that_others_may_read_is_refused(tmp_path: Path) -> None:
 def test_a_short_secret_is_refused(tmp_path: Path) -> None:
     path = write_config(tmp_path)
     (tmp_path / "secret").write_text("abcd")
-    assert "shorter than" in refused(path)
+    assert "at least 16 bytes" in refused(path)
+
+
+def test_options_win_over_the_file(tmp_path: Path) -> None:
+    path = write_config(tmp_path, router="from-file")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        command = [sys.executable, "-m", "router", "--config", str(path), "--listen", address]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert address in done.stderr

@@ -14,6 +14,7 @@ import pytest
 from banyan.v1 import internal_pb2
 from seams.clock import VirtualClock
 from seams.errors import InvalidRequest, LaunchError, NoReplica
+from seams.proof import read_secret
 from worker.config import ReplicaConfig
 from worker.engine.client import OnStep
 from worker.engine.messages import (
@@ -29,7 +30,7 @@ from worker.service import dispatch
 from worker.service.dispatch import Dispatcher, FrameStream
 from worker.service.progress import ProgressWatch
 from worker.service.sessions import Sessions
-from worker.service.settings import advertised, parse_config, read_secret
+from worker.service.settings import advertised, parse_config
 
 
 @dataclass

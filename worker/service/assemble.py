@@ -7,10 +7,11 @@ from pathlib import Path
 
 from seams.clock import SystemClock
 from seams.errors import ModelLoadError
+from seams.proof import read_secret
 from seams.textfiles import read_text_files
 from worker.config import EngineConfig, ReplicaConfig
 from worker.service.replica import Replica, ReplicaParts
-from worker.service.settings import read_secret, thread_count
+from worker.service.settings import thread_count
 
 
 def _text_files(model: str) -> dict[str, bytes]:

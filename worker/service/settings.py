@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from seams.errors import InvalidRequest, LaunchError
+from seams.errors import InvalidRequest
 from worker.config import ReplicaConfig
 
-SECRET_BYTES_MIN = 16
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _EVERY_INTERFACE = ("0.0.0.0", "[::]", "::", "*", "")
 
@@ -58,27 +55,6 @@ def advertised(config: ReplicaConfig, port: int) -> str:
     """Where routers reach a replica whose socket has `port`."""
     host, _, asked = (config.advertise or config.listen).rpartition(":")
     return f"{host}:{int(asked) or port}"
-
-
-def read_secret(path: Path) -> bytes:
-    """The cluster secret. Raises LaunchError if it is missing, damaged or readable by others.
-
-    The group may read it: Kubernetes mounts a secret for the pod's group.
-    """
-    try:
-        mode = path.stat().st_mode
-        text = path.read_text(encoding="ascii")
-    except (OSError, UnicodeDecodeError):
-        raise LaunchError("The cluster secret file is missing or cannot be read.") from None
-    if stat.S_IMODE(mode) & (stat.S_IRWXO | stat.S_IWGRP):
-        raise LaunchError("The cluster secret file must not be readable by others (chmod 600).")
-    try:
-        secret = bytes.fromhex(text.strip())
-    except ValueError:
-        secret = b""
-    if len(secret) < SECRET_BYTES_MIN:
-        raise LaunchError(f"The cluster secret must be hex of at least {SECRET_BYTES_MIN} bytes.")
-    return secret
 
 
 def thread_count(threads: int) -> int:
