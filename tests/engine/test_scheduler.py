@@ -146,10 +146,28 @@ def test_a_computed_prompt_is_shared_while_its_request_runs() -> None:
     rig.assert_exact()
 
 
-def test_doubles_computed_side_by_side_end_with_the_prompt() -> None:
+def test_who_shares_a_prefix_computed_in_this_step_waits_for_it() -> None:
+    rig = Rig(blocks=200)
+    rig.submit(*(request(f"r{i}", tokens(40) + tokens(5, i), max_tokens=3) for i in range(6)))
+    rig.step()
+    assert running(rig) == ["r0"]
+    rig.step()
+    assert len(running(rig)) == 6
+    rig.run()
+    assert [rig.usage(f"r{i}").cached_tokens for i in range(6)] == [0, 40, 40, 40, 40, 40]
+    rig.submit(*(request(f"s{i}", tokens(40, 9 + i), max_tokens=3) for i in range(3)))
+    rig.step()
+    assert len(running(rig)) == 3  # nothing in common: nobody waits
+    rig.run()
+    rig.assert_exact()
+
+
+def test_doubles_computed_side_by_side_end_with_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
+    monkeypatch.setattr(rig.core.scheduler, "_will_be_cached", lambda *_: False)
     rig.submit(request("a", tokens(18), max_tokens=9), request("b", tokens(18), max_tokens=9))
     rig.step()
+    assert rig.rows() == [[18, 18]]
     a, b = rig.core.scheduler.running
     assert a.tables[0][:4] == b.tables[0][:4]
     rig.run()

@@ -29,6 +29,8 @@ class PagedMemory:
         self.pools = pools
         self.cache = cache
         self.block_tokens = block_tokens
+        windows = [pool.group.window_tokens for pool in pools]
+        self._windows = [(g, window) for g, window in enumerate(windows) if window]
         # Per group: references that only wait for a copy, which runs before anybody writes.
         self._sources: list[Counter[int]] = [Counter() for _ in pools]
 
@@ -103,6 +105,10 @@ class PagedMemory:
         0 the tables are as before, but for windows that passed.
         """
         self._pass_windows(sequence)
+        shared = any(self._is_shared(sequence, g) for g in range(len(self.pools)))
+        room = len(sequence.tables[0]) * self.block_tokens - sequence.computed
+        if want <= room and not shared:  # most decode rows
+            return want
         if not self._reserve(self._needs(sequence, want)):
             want = min(want, self._room(sequence))
             if want < 1 or not self._reserve(self._needs(sequence, want)):
@@ -123,7 +129,7 @@ class PagedMemory:
         if offset == 0:
             return False
         block = sequence.tables[group][at]
-        return self.pools[group].references(block) - self._sources[group][block] > 1
+        return self.pools[group].references(block) - self._sources[group].get(block, 0) > 1
 
     def _copy(self, sequence: Sequence, copy: BlockCopy) -> None:
         """A copy that the sequence's next step makes; it holds the source until then."""
@@ -159,15 +165,14 @@ class PagedMemory:
 
     def _pass_windows(self, sequence: Sequence) -> None:
         """Let go of blocks that no row from here on can see."""
-        for pool, table in zip(self.pools, sequence.tables, strict=True):
-            window = pool.group.window_tokens
+        for g, window in self._windows:
+            table, passed = sequence.tables[g], []
             at = (sequence.computed - window + 1) // self.block_tokens - 1
-            passed = []
-            while window and at >= 0 and table[at] >= 0:
+            while at >= 0 and table[at] >= 0:
                 passed.append(table[at])
                 table[at] = -1
                 at -= 1
-            pool.release(passed)
+            self.pools[g].release(passed)
 
     def settle(self, sequence: Sequence) -> None:
         """Its pending copies were executed."""

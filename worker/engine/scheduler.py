@@ -203,7 +203,10 @@ class Scheduler:
             active = sum(1 for s in self.running if s.credit > 0)
             if active and self._blocked == (head, active):
                 return
-            self.memory.attach(head, self.memory.match(head))
+            match = self.memory.match(head)
+            if match is not None and self._will_be_cached(draft, head, match.tokens):
+                return
+            self.memory.attach(head, match)
             if active and not self._fits(head):
                 self.memory.detach(head)
                 self._blocked = head, active
@@ -212,6 +215,21 @@ class Scheduler:
             self._schedule(draft, head)
             if head not in draft.rows:
                 return
+
+    def _will_be_cached(self, draft: _Draft, head: Sequence, matched: int) -> bool:
+        """Whether a prompt computed in this very step will bring `head` a block more than is
+        `matched` now: then it is worth the wait (SGLang's in-batch prefix caching)."""
+        stop = (matched // self.memory.block_tokens + 1) * self.memory.block_tokens
+        if stop >= len(head.tokens):
+            return False
+        return any(
+            not s.inserted
+            and s.request.cacheable
+            and len(s.tokens) >= stop
+            and s.request.chain == head.request.chain
+            and s.tokens[:stop] == head.tokens[:stop]
+            for s in draft.rows
+        )
 
     def _start(self, head: Sequence) -> None:
         """The head of the queue, attached to its match, runs from here on."""
