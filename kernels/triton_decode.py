@@ -23,6 +23,8 @@ from kernels.layout import LayerPages
 SPLIT_KEYS = 256  # keys one program reads; a constant, or results would depend on the batch
 DOT_ROWS_MIN = 16  # smallest side of a matrix tile
 GROUP_ROWS_MAX = 64
+# These change from step to step: compiled again for each multiple of 16, serving would stall.
+PLAIN_INTEGERS = ["table_stride", "kv_position_stride", "kv_position_head_stride", "splits"]
 # Fusion is said, not left to a default that Triton 3.10 changes.
 LAUNCH = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
 
@@ -59,7 +61,7 @@ def _logits(rows, key, seen, scale, SOFT_CAP: tl.constexpr):
     return tl.where(seen[None, :], logits, float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PLAIN_INTEGERS)
 def attend_split(
     q,  # [S, Hq, QK_DIM]
     keys,  # [blocks, Hkv, BLOCK_TOKENS, QK_DIM], one layer of a pool
@@ -132,7 +134,7 @@ def attend_split(
     tl.store(part_out + at, acc / divisor[:, None], is_head[:, None] & is_v)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PLAIN_INTEGERS)
 def reduce_splits(
     part_out,  # float32 [S, Hq, splits, V_DIM]
     part_lse,  # float32 [S, Hq, splits]

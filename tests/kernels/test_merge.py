@@ -14,6 +14,7 @@ from kernels.batch import build_batch
 from kernels.layout import PageLayout
 from kernels.merge import merge, with_sinks
 from kernels.paged import PagedAttention
+from kernels.reference import ReferenceAttention
 
 LENGTH, TOKENS = 100, 16
 LAYOUT = PageLayout(1, 2, TOKENS, 32, 32, "fp32")
@@ -43,7 +44,8 @@ def test_parts_make_the_whole(cuts: list[int], soft_cap: float, sinks: bool) -> 
     q = torch.randn(1, 6, 32, generator=generator)
     sink = torch.randn(6, generator=generator)
     spec = AttentionSpec(6, 2, 32, 32, 0.5, soft_cap=soft_cap, sinks=sink if sinks else None)
-    whole = _attend(pages, q, range(7), spec)
+    batch = build_batch([0, 1], [LENGTH], [LENGTH - 1], [list(range(7))], [0], TOKENS, "cpu")
+    whole = ReferenceAttention().attend(q, pages, batch, spec)
     without = replace(spec, sinks=None)
     edges = [0, *cuts, 7]
     parts = [_attend(pages, q, range(a, b), without) for a, b in pairwise(edges)]
