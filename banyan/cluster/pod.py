@@ -109,6 +109,12 @@ def place(options: argparse.Namespace, config: ReplicaConfig) -> Any:
     return actor
 
 
+def end_on_signals(stopping: threading.Event) -> None:
+    """SIGTERM and SIGINT ask for an orderly end. Again after ray.init, which takes SIGTERM over."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopping.set())
+
+
 def keep(node: subprocess.Popen[bytes], stopping: threading.Event) -> None:
     """Return when SIGTERM came. Raises LaunchError if the node ended first: the pod restarts."""
     while not stopping.wait(1.0):
@@ -135,13 +141,13 @@ def main() -> int:
     """0 after an orderly stop; 1 with one sentence on stderr if it could not start or go on."""
     options = parse()
     stopping = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stopping.set())
-    signal.signal(signal.SIGINT, lambda *_: stopping.set())
+    end_on_signals(stopping)
     try:
         model = resolve_model(options.model)
         node, actor = start_node(options), None
         try:
             actor = place(options, replica_config(options, model))
+            end_on_signals(stopping)
             keep(node, stopping)
         finally:
             leave(node, actor, options.grace_s)
