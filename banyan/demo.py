@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from banyan.cluster.spec import ClusterSpec, gpus
 from banyan.demo_texts import SYSTEM, USERS
 from banyan.events import ChoiceFinished, Collector, Completion, Delta
 from banyan.routers import Deadline
+from banyan.wire import Options
 from seams.bench import Report, Row, median
 from seams.errors import InternalError, InvalidRequest
 
@@ -80,8 +82,9 @@ class Demo:
         """One request, streamed; without a screen it also goes without the cache."""
         began, first_s = time.monotonic(), 0.0
         collector = Collector(1)
-        options = {"max_tokens": self._max_tokens, "session": user, "no_cache": screen is None}
-        for event in self._client.generate(messages, **options):  # type: ignore[arg-type]
+        options: Options = {"max_tokens": self._max_tokens, "session": user}
+        options["no_cache"] = screen is None
+        for event in self._client.generate(messages, **options):
             collector.add(event)
             if isinstance(event, Delta | ChoiceFinished):
                 first_s = first_s or time.monotonic() - began
@@ -97,10 +100,10 @@ class Demo:
         names = list(prompts)
         screen = Screen(f"turn {number}", names)
         alone = 1 if number == 1 else 0
-        with screen.live, ThreadPoolExecutor(len(names)) as pool:
+        with screen.live:
             asked = [self.ask(name, number, prompts[name], screen) for name in names[:alone]]
-            asked += pool.map(
-                lambda name: self.ask(name, number, prompts[name], screen), names[alone:]
+            asked += self._at_once(
+                [partial(self.ask, name, number, prompts[name], screen) for name in names[alone:]]
             )
         output.console.print()
         return asked
@@ -119,15 +122,18 @@ class Demo:
         for number in (1, 2):
             same = [a for a in asked if a.turn == number]
             alone = 1 if number == 1 else 0
-            found += [self._uncached(a) for a in same[:alone]]
-            with ThreadPoolExecutor(len(same)) as pool:
-                found += pool.map(
-                    lambda a: self.ask(a.user, a.turn, a.messages, None), same[alone:]
-                )
+            asks = [partial(self.ask, a.user, a.turn, a.messages, None) for a in same]
+            found += [ask() for ask in asks[:alone]]
+            found += self._at_once(asks[alone:])
         return found
 
-    def _uncached(self, asked: Asked) -> Asked:
-        return self.ask(asked.user, asked.turn, asked.messages, None)
+    def _at_once(self, asks: list[partial[Asked]]) -> list[Asked]:
+        with ThreadPoolExecutor(max(1, len(asks))) as pool:
+            try:
+                return [running.result() for running in [pool.submit(ask) for ask in asks]]
+            except BaseException:
+                self._client.close()  # the other streams end now, and the pool with them
+                raise
 
 
 def _encode(model: TextModel, messages: Messages) -> list[int]:

@@ -173,6 +173,16 @@ def demo(
     run_demo(json_file, users=users, max_tokens=max_tokens)
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(
+    context: typer.Context, name: Name = "default", address: Address = "", api_key: ApiKey = ""
+) -> None:
+    """Load a running cluster and report, with the cache and without; options as loadtest's."""
+    from banyan.cli import talk
+
+    talk.bench(talk.Target(name, address, api_key, 0.0), context.args)
+
+
 @model_app.command("fetch")
 def model_fetch(
     model: Annotated[str, typer.Argument(help="demo, or a Hugging Face id.")] = "demo",

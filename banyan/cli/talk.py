@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from banyan.cli import output
 from banyan.client import Client
-from banyan.cluster import state
+from banyan.cluster import ray_head, state
 from banyan.events import ChoiceFinished, Collector, Completion, Decision, Delta
 from banyan.wire import Prompt
 
@@ -24,12 +25,17 @@ class Target:
     api_key: str
     timeout_s: float
 
+    def resolve(self) -> tuple[str, str]:
+        """Router addresses (comma between) and API key. Raises LaunchError if there is none."""
+        if self.address:
+            return self.address, self.api_key
+        record = state.running(self.name)
+        return ",".join(record.addresses), self.api_key or record.api_key
+
     def client(self) -> Client:
         """A client for it. Raises LaunchError if no such cluster runs."""
-        if self.address:
-            return Client(self.address, self.api_key, self.timeout_s or None)
-        record = state.running(self.name)
-        return Client(record.addresses, self.api_key or record.api_key, self.timeout_s or None)
+        addresses, api_key = self.resolve()
+        return Client(addresses, api_key, self.timeout_s or None)
 
 
 def messages(system: str, user: str) -> list[dict[str, str]]:
@@ -123,6 +129,15 @@ def explain(target: Target, request_id: str, prompt: str, model: str, *, json_ou
         output.print_json(asdict(decision))
         return
     _show_decision(decision)
+
+
+def bench(target: Target, options: list[str]) -> NoReturn:
+    """Become the load generator, pointed at the cluster."""
+    addresses, api_key = target.resolve()
+    command = [sys.executable, "-m", "loadtest", "--address", addresses, *options]
+    if api_key:
+        command += ["--api-key", api_key]
+    os.execve(sys.executable, command, ray_head.environment())
 
 
 def _show_decision(decision: Decision) -> None:

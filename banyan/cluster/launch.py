@@ -80,8 +80,8 @@ def up(spec: ClusterSpec, report: Report) -> ClusterRecord:
             api_key=next(iter(spec.api_keys), ""),
         )
         launch = _Launch(spec, path, record, report, time.monotonic() + spec.timeout_s)
-        launch.save()
         with _undone_on_failure(launch):
+            launch.save()
             with held_back():
                 _start_routers(launch, listens)
                 _start_ray(launch)

@@ -77,7 +77,7 @@ def test_up_refuses_a_busy_port(banyan: Banyan) -> None:
     assert line == f"error: Cannot listen on {address}: it is in use already."
 
 
-@pytest.mark.parametrize("command", [["status"], ["generate", "hi"], ["explain", "x"]])
+@pytest.mark.parametrize("command", [["status"], ["generate", "hi"], ["explain", "x"], ["bench"]])
 def test_no_cluster(banyan: Banyan, command: list[str]) -> None:
     expected = "error: No cluster default is running: start one with `banyan up`."
     assert sentence(banyan(*command)) == expected
