@@ -279,7 +279,7 @@ class PrefixIndex:
         return depths
 
     def _drops(self, keys: Sequence[bytes]) -> list[tuple[int, int]]:
-        """(depth, bits that do not go deeper), in any order; every bit once."""
+        """(depth, bits that do not go deeper), ascending; a hole repeats its bits further on."""
         drops: list[tuple[int, int]] = []
         first = self._mask_at(keys[0]) if keys else 0
         if not first:
@@ -295,11 +295,10 @@ class PrefixIndex:
                 if at_middle == at_low:
                     low = middle
                     continue
-                at_high &= at_middle
                 if at_middle != at_high:
                     ranges.append((middle, at_middle, high, at_high))
                 high, at_high = middle, at_middle
-            drops.append((high, at_low ^ at_high))
+            drops.append((high, at_low & ~at_high))
         return drops
 
     def _mask_at(self, key: bytes) -> int:
