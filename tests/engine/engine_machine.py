@@ -37,6 +37,8 @@ class FaultyModel(FakeModel):
         if fault == "before":
             raise Injected
         logits = super().execute(plan)
+        if fault == "memory":
+            raise torch.OutOfMemoryError("injected")
         if fault == "after":
             raise Injected
         if fault == "nan" and len(plan.samples):
@@ -165,7 +167,7 @@ class Machine:
             self.core.grant(name, tokens)
 
     def fault(self) -> None:
-        kind = self.random.choice(["before", "after", "nan", "sampler"])
+        kind = self.random.choice(["before", "after", "nan", "sampler", "memory", "memory"])
         if kind == "sampler":
             self.sampler_fault = True
         else:

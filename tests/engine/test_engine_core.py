@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 
 import pytest
+import torch
 from engine_machine import expected_tokens, replayable
 from engine_rig import BLOCK, Rig, request, tokens
 
@@ -21,6 +22,7 @@ from seams.errors import (
 from worker.config import EngineConfig
 from worker.engine.core import EngineCore
 from worker.engine.messages import CacheOpKind, EngineRequest, Finish, RequestUsage
+from worker.engine.plan import StepPlan
 from worker.models.fake import SHAPES, fake_model
 
 SHAPES_ALL = [*SHAPES, "full/inverted"]
@@ -378,13 +380,73 @@ def test_a_failing_fork_ends_once(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.records
 
 
+@pytest.mark.parametrize("at", range(1, 13))
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_device_memory_runs_out_at_any_step(at: int, after: bool) -> None:
+    """Scenario 16: the step is made again in smaller ones; the tokens are the same."""
+    rig = Rig(blocks=40, step_tokens_max=16)
+    execute, calls = rig.model.execute, 0
+
+    def tight(plan: StepPlan) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if after:
+            logits = execute(plan)
+        if calls in (at, at + 1):
+            raise torch.OutOfMemoryError("no memory")
+        return logits if after else execute(plan)
+
+    rig.model.execute = tight  # type: ignore[method-assign]
+    rig.submit(request("before", tokens(18)))
+    rig.submit(request("b", tokens(15) + tokens(9, 3)))
+    rig.submit(request("n", tokens(10, 2), n=3, temperature=1.0), request("d", tokens(30, 4)))
+    rig.run()
+    assert all(rig.last(name).error is None for name in rig.requests)
+    rig.assert_exact("before", "b", "d")
+    for choice in range(3):
+        expected = expected_tokens(rig.model, rig.requests["n"], choice, 8)
+        assert tuple(rig.output("n", choice)) == expected
+
+
+def test_steps_shrink_when_memory_runs_out_and_grow_back() -> None:
+    rig = Rig(step_tokens_max=16)
+    execute, sizes = rig.model.execute, list[int]()
+
+    def tight(plan: StepPlan) -> torch.Tensor:
+        sizes.append(len(plan.token_ids))
+        if len(sizes) in (2, 3):
+            raise torch.OutOfMemoryError("no memory")
+        return execute(plan)
+
+    rig.model.execute = tight  # type: ignore[method-assign]
+    rig.submit(request("a", tokens(80), max_tokens=1))
+    rig.run()
+    assert sizes == [16, 16, 8, 4, 8, 16, 16, 16, 4]
+    rig.assert_exact()
+
+
+def test_a_step_of_one_token_without_memory_ends_its_request(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rig = Rig()
+
+    def never(plan: StepPlan) -> torch.Tensor:
+        raise MemoryError
+
+    rig.model.execute = never  # type: ignore[method-assign]
+    rig.submit(request("a", tokens(20)))
+    rig.run()
+    assert isinstance(rig.last("a").error, InternalError)
+    assert rig.free() == 64 and "too little memory" in caplog.text
+
+
 def test_unusable_logits_end_their_request_only() -> None:
     rig = Rig()
     rig.submit(request("a", tokens(9)), request("b", tokens(9, 1)))
     rig.step(2)
     execute = rig.model.execute
 
-    def broken(plan):  # type: ignore[no-untyped-def]
+    def broken(plan: StepPlan) -> torch.Tensor:
         logits = execute(plan)
         logits[0] = float("nan")
         return logits

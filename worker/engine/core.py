@@ -47,6 +47,8 @@ from worker.models.base import Model
 
 Sampler = Callable[[torch.Tensor, Seq[SampleRow], Seq[int]], list[Sampled]]
 
+OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
+
 _log = logging.getLogger(__name__)
 
 
@@ -170,7 +172,8 @@ class EngineCore:
     def step(self) -> StepOutput | None:
         """Expire, schedule, compute, draw, emit. None if there was nothing to do.
 
-        A failure of the model or the sampler ends the requests of this step, no others.
+        A failure of the model or the sampler ends the requests of this step, no others; one for
+        lack of memory is tried again with fewer tokens first.
         """
         self._expire()
         scheduled = self.scheduler.plan()
@@ -199,10 +202,14 @@ class EngineCore:
         try:
             logits = self._model.execute(plan)
             drawn = self._sampler(logits, plan.samples, self._model.spec.eos_token_ids)
-        except Exception:
+        except Exception as error:
+            if isinstance(error, OUT_OF_MEMORY) and self.scheduler.take_back(scheduled):
+                _log.warning("step %d had too little memory; again in smaller ones", plan.step)
+                return  # nothing was taken over, so the same tokens are planned again
             _log.exception("step %d failed; its requests end", plan.step)
             self._fail(sequence.request for sequence, _ in scheduled.rows)
             return
+        self.scheduler.grow_back()
         self._commit(scheduled, drawn)
         prefill = sum(count for _, count in scheduled.rows if count > 1)
         self._times.record(self.clock.now() - started, prefill)

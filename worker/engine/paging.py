@@ -174,6 +174,13 @@ class PagedMemory:
                 at -= 1
             self.pools[g].release(passed)
 
+    def trim(self, sequence: Sequence) -> None:
+        """Give back the blocks of a `grow` whose step did not happen; a pending copy stays so."""
+        count = blocks_for(sequence.computed, self.block_tokens)
+        for pool, table in zip(self.pools, sequence.tables, strict=True):
+            pool.release(table[count:])
+            del table[count:]
+
     def settle(self, sequence: Sequence) -> None:
         """Its pending copies were executed."""
         for copy in sequence.copies:

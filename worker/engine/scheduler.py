@@ -19,6 +19,8 @@ from worker.engine.plan import SampleRow, StepPlan
 from worker.engine.request import Request, Sequence, State
 from worker.engine.waiting import WaitingQueue
 
+TAKEN_BACK_MAX = 3
+
 
 @dataclass(frozen=True)
 class Scheduled:
@@ -55,6 +57,8 @@ class Scheduler:
         self.parked: dict[int, Sequence] = {}  # by id: without blocks, without credit
         self.lengths = LengthHistory()
         self._config = config
+        self._budget = config.step_tokens_max
+        self._taken_back = 0  # plans in a row
         # The head that did not fit beside so many active ones; forgotten when a sequence stops.
         self._blocked: tuple[Sequence, int] | None = None
         self._stuck: list[Sequence] = []
@@ -126,10 +130,10 @@ class Scheduler:
         """The next step, None if nothing can run; its blocks are allocated, copies pending.
 
         The caller executes it and then advances `computed` and settles the copies of every row's
-        sequence, or lets those sequences leave.
+        sequence, lets those sequences leave, or takes the plan back.
         """
         self._step += 1
-        draft = _Draft(self._config.step_tokens_max)
+        draft = _Draft(self._budget)
         runnable = [s for s in self.running if s.credit > 0]
         for sequence in self._decoding(runnable):
             self._schedule(draft, sequence)
@@ -144,10 +148,28 @@ class Scheduler:
             sequence.last_step = self._step
         return Scheduled(self._flatten(rows), rows)
 
+    def take_back(self, scheduled: Scheduled) -> bool:
+        """A plan was too large for the device: the next ones have at most half its tokens, growing
+        back as they succeed. False, and nothing done, if a single token was too much repeatedly."""
+        tokens = len(scheduled.plan.token_ids)
+        self._taken_back += 1
+        if tokens == 1 and self._taken_back >= TAKEN_BACK_MAX:
+            self._taken_back = 0
+            return False
+        self._budget = max(1, tokens // 2)
+        for sequence, _ in scheduled.rows:
+            self.memory.trim(sequence)
+        return True
+
+    def grow_back(self) -> None:
+        """A step succeeded."""
+        self._taken_back = 0
+        self._budget = min(self._config.step_tokens_max, 2 * self._budget)
+
     def _decoding(self, runnable: list[Sequence]) -> list[Sequence]:
         """Those with one token to compute; in turn if there are more than the budget allows."""
         decoding = [s for s in runnable if s.pending == 1]
-        if len(decoding) > self._config.step_tokens_max:
+        if len(decoding) > self._budget:
             decoding.sort(key=lambda s: s.last_step)
         return decoding
 
