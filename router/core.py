@@ -86,8 +86,6 @@ class RouterCore:
         return void
 
     def _forget(self, replica: Replica) -> None:
-        for name in replica.work.bookings:
-            self._provisional.drop(name)
         self._count_events(replica, self._past_events)
         self._fleet.remove(replica.name)
 

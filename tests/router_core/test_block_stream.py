@@ -67,7 +67,10 @@ def test_repeated_and_stale_batches_change_nothing(core: RouterCore) -> None:
     assert held(core) == names(KEYS[:3])
     core.events(batch_of("r1", 3, op_of(STORED, KEYS[3:5])))
     assert not core.events(removed), "a replayed removal"
+    assert not core.events(batch_of("r1", 3, op_of(REMOVED, KEYS[:1]))), "the last number again"
     assert held(core) == names(KEYS[:5])
+    counts = core.event_counts()
+    assert (counts["applied"], counts["ignored"], counts["gaps"]) == (3, 3, 0)
 
 
 def test_an_unknown_replica_or_a_later_epoch_has_to_send_a_snapshot(core: RouterCore) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -213,7 +214,10 @@ def test_a_lost_link_makes_suspect_at_once_and_gone_after_the_lease(
     clock.advance(0.01)
     assert core.tick() == [("r1", 1)]
     assert states(core) == {"r2": "ready"}
-    assert core.tick() == []
+    core.failed("q1")
+    for _ in range(300):
+        assert core.tick() == []
+    assert core.index_blocks == 0, "blocks of the gone are swept out"
     core.check_integrity()
 
 
@@ -303,15 +307,15 @@ def test_a_request_goes_only_to_who_serves_its_root(core: RouterCore) -> None:
     core.attach(hello_of("r2", models=[served(), adapter]))
     tokens = prompt(1, 4)
     for number in range(20):
-        request = request_of(f"q{number}", tokens)
-        request = type(request)(
-            request_id=request.request_id,
+        request = dataclasses.replace(
+            request_of(f"q{number}", tokens),
             model="demo:poet",
             root_id=RootId(adapter.root_id),
-            tokens=len(tokens),
             keys=keys_of(tokens, root_id=RootId(adapter.root_id)),
         )
         assert core.place(request).replica == "r2"
+    with pytest.raises(NoReplica):
+        core.place(dataclasses.replace(request, request_id="q", root_id=RootId(b"x" * 32)))
 
 
 def test_cluster_state_tells_what_the_replica_reported(

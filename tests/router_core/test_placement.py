@@ -127,6 +127,9 @@ def test_a_replica_out_of_memory_pays_for_what_it_would_preempt(core: RouterCore
     decision = core.preview(request_of("q1", SHARED + prompt(2, 200)))
     assert decision.replica != "r1"
     assert "for its memory" in decision.reason
+    beat(core, "r1", blocks_total=4000, blocks_free=0, blocks_cached=100)
+    mine = core.preview(request_of("q1", SHARED + prompt(2, 200)))
+    assert memory_of(mine, "r1") == pytest.approx(202 * BLOCK * 1e-3), "it shall not evict its own"
     beat(core, "r1", blocks_total=4000, blocks_free=0, blocks_cached=4000)
     assert core.preview(request_of("q1", SHARED + prompt(2, 200))).replica == "r1"
 
@@ -143,6 +146,9 @@ def test_booked_memory_counts_until_the_next_report(core: RouterCore) -> None:
     assert all(memory_of(core.preview(request_of("q", prompt(80, 100))), r) > 0 for r in ("r1",))
     beat(core, "r1", blocks_total=200, blocks_free=150)
     assert memory_of(core.preview(request_of("q", prompt(80, 100))), "r1") == 0
+    for number in range(4):
+        core.failed(f"q{number}")
+        core.check_integrity()
 
 
 def memory_of(decision: common_pb2.Decision, replica: str) -> float:
@@ -163,9 +169,13 @@ def test_the_first_token_ends_the_booked_prefill(core: RouterCore, clock: Virtua
     assert booked() == pytest.approx(1.0), "the first in line is under way"
     clock.advance(5.0)
     assert booked() == pytest.approx(0.0)
-    core.place(request_of("q2", SHARED[: 10 * BLOCK] + prompt(7, 90)))
+    core.place(request_of("q2", SHARED[: 80 * BLOCK] + prompt(7, 20)))
     core.first_token("q1")
     core.first_token("q1")
+    assert core.explain("q2").replica == placed  # type: ignore[union-attr]
+    assert booked() == pytest.approx(0.32), "the next one only starts now"
+    clock.advance(0.12)
+    assert booked() == pytest.approx(0.2)
     core.failed("q2")
     core.check_integrity()
     assert booked() == 0.0
@@ -181,10 +191,16 @@ def test_other_routers_requests_count_through_reports(core: RouterCore) -> None:
 def test_own_bookings_in_a_report_are_not_counted_twice(core: RouterCore) -> None:
     tokens = prompt(5, 100)
     placed = core.place(request_of("q1", tokens)).replica
+
+    def terms() -> list[float]:
+        decision = core.preview(request_of("q", prompt(9, 2)))
+        candidate = next(c for c in decision.candidates if c.replica == placed)
+        return [term.seconds for term in candidate.terms]
+
+    before = terms()
+    assert before[TERMS.index("booked_prefill")] == pytest.approx(len(tokens) * 1e-3)
     beat(core, placed, waiting=1, queued_prefill_tokens=len(tokens))
-    decision = core.preview(request_of("q", prompt(9, 2)))
-    candidate = next(c for c in decision.candidates if c.replica == placed)
-    assert candidate.terms[0].seconds == pytest.approx(len(tokens) * 1e-3)
+    assert terms() == before
 
 
 @pytest.mark.parametrize("how", ["gone", "suspect", "draining", "excluded", "restarted"])

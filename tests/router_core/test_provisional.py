@@ -120,6 +120,11 @@ def test_entries_of_a_long_prefill_live_until_it_can_be_done(
     clock.advance(60.0)
     core.tick()
     assert matched(core, long) == 0, "but not for ever, should nobody tell of its end"
+    core.place(request_of("q2", long))
+    core.first_token("q2")
+    clock.advance(TTL_S)
+    core.tick()
+    assert matched(core, long) == 0, "after the first token the events are due"
 
 
 def test_a_removed_parent_takes_what_is_booked_behind_it(core: RouterCore) -> None:
