@@ -468,7 +468,8 @@ def test_unusable_logits_end_their_request_only() -> None:
 def test_cached_equals_uncached(shape: str, pinned: bool) -> None:
     """Scenario 3 at 1 %: 50 prompts with shared prefixes, chunked prefill, eviction, preemption;
     `pinned`: the pool is full from the start, every block comes from eviction or preemption."""
-    with replayable("tests/engine/test_engine_core.py::test_cached_equals_uncached", shape):
+    case = f"{'pinned' if pinned else 'room'}-{shape}"
+    with replayable("tests/engine/test_engine_core.py::test_cached_equals_uncached", case):
         cached_equals_uncached(shape, pinned, prompts=50, seed=1)
 
 
