@@ -43,6 +43,13 @@ def test_no_sample_breaks_it(samples: list[float]) -> None:
         assert math.isfinite(estimate.value) and estimate.value > 0
 
 
+def test_impossible_samples_teach_nothing() -> None:
+    estimate = LogEwma(1e-3)
+    for sample in (0.0, -1.0, math.inf, -math.inf, math.nan):
+        estimate.add(sample)
+    assert (estimate.value, estimate.samples) == (1e-3, 0)
+
+
 def test_equal_replicas_keep_equal_costs_in_spite_of_noise() -> None:
     classes, draw = ClassEstimates(), random.Random(3)
     fleet = [classes.of("cpu", "m", PRIORS) for _ in range(4)]

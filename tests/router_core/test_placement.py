@@ -388,3 +388,17 @@ def test_lengths_of_answers_are_learnt(core: RouterCore) -> None:
         core.place(request_of(f"q{number}", prompt(number, 2), max_tokens=0))
         core.finished(f"q{number}", 0, Observed(32, 0.03, 9, 0.2))
     assert output_s() < before / 5
+
+
+def test_rates_are_learnt_from_reports_of_new_steps_only(core: RouterCore) -> None:
+    def miss_s() -> float:
+        decision = core.preview(request_of("q", prompt(1, 10)))
+        return decision.candidates[0].terms[TERMS.index("miss_prefill")].seconds
+
+    for step in range(60):
+        beat(core, "r1", steps=step + 1, prefill_s_per_token=3e-3, step_s=0.1, running=1)
+    assert miss_s() == pytest.approx(160 * 3e-3, rel=0.05), "its whole class is as slow"
+    learnt = miss_s()
+    for _ in range(60):
+        beat(core, "r1", steps=60, prefill_s_per_token=9e-3)
+    assert miss_s() == learnt, "an idle replica repeats itself"
