@@ -34,6 +34,16 @@ CORE = [
     "worker/engine/waiting.py",
     "worker/engine/request.py",
     "worker/engine/core.py",
+    "worker/engine/paging.py",
+    "worker/engine/admission.py",
+    "worker/engine/timing.py",
+    "worker/engine/radix_tree.py",
+    "worker/engine/radix_node.py",
+    "worker/engine/radix_window.py",
+    "router/provisional.py",
+    "router/outbox.py",
+    "router/text/stops.py",
+    "router/text/detokenize.py",
     "kvstore/keys.py",
 ]
 FORBIDDEN_IN_CORE = {"asyncio", "grpc", "time", "random", "secrets", "threading", "datetime"}
