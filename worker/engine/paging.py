@@ -204,7 +204,8 @@ class PagedMemory:
         full = valid // self.block_tokens
         count = blocks_for(valid, self.block_tokens) if partial else full
         blocks = [table[:count] for table in sequence.tables]
-        self.cache.insert(chain, tokens, keys[:full], blocks, valid, partial=partial)
+        hold = sequence.hold
+        self.cache.insert(chain, tokens, keys[:full], blocks, valid, partial=partial, hold=hold)
 
     def _hold_cached(self, sequence: Sequence) -> None:
         """Swap its whole blocks for the cache's, and lock their path."""
