@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -20,6 +21,8 @@ app = typer.Typer(
 )
 model_app = typer.Typer(help="Get models onto this machine.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
+
+INTERRUPTED = 130  # what shells and Typer say for SIGINT
 
 Name = Annotated[str, typer.Option(help="Which cluster.", envvar="BANYAN_CLUSTER")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables and text.")]
@@ -214,6 +217,9 @@ def run() -> None:
             print(json.dumps({"error": error.message, "status": error.status.name}))
         print(f"error: {error.message}", file=sys.stderr)
         sys.exit(1)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as ended:
+        if isinstance(ended, SystemExit) and ended.code != INTERRUPTED:
+            raise
         print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        sys.stdout.flush()
+        os._exit(INTERRUPTED)  # a call that was cut off can block gRPC's own clean-up for ever

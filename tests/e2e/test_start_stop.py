@@ -58,6 +58,7 @@ def test_interrupted_start_leaves_nothing(home: Path, until: str, number: signal
     up.send_signal(number)
     output, _ = up.communicate(timeout=60)
     assert up.returncode == 130 and b"Traceback" not in output
+    assert output.rstrip().endswith(b"interrupted")
     assert not list(home.rglob("cluster.json"))
 
 
