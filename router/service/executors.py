@@ -29,6 +29,8 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.use_local_subchannel_pool", 1),  # a broken connection is never another stream's
     ("grpc.enable_retries", 0),
     ("grpc.enable_http_proxy", 0),
+    ("grpc.keepalive_time_ms", 10_000),  # a host that vanished ends the stream, too
+    ("grpc.keepalive_timeout_ms", 5_000),
 ]
 
 

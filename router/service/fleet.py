@@ -39,7 +39,7 @@ KNOWN_S = 600.0  # a model without a replica is awaited for so long, then it is 
 class Session:
     """One proven Attach stream. The newest of a replica is the one in force."""
 
-    tokens: dict[str, str]  # by purpose: execute, events, textfiles
+    tokens: dict[str, str]  # by purpose: execute (text files too), events
     hello: internal_pb2.Hello
     executor: Executor | None = None
     open: bool = True
@@ -194,7 +194,7 @@ class Fleet(internal_pb2_grpc.FleetServicer):
         up = await _read(context, "proof")
         if not matches(replica_proof(self._secret, theirs, ours), up.proof.proof):
             raise Unauthenticated("The replica does not know the cluster secret.")
-        purposes = ("execute", "events", "textfiles")
+        purposes = ("execute", "events")
         return {p: session_token(self._secret, p, theirs, ours) for p in purposes}
 
     async def _read_hello(self, context: Context) -> internal_pb2.Hello:
@@ -222,7 +222,7 @@ class Fleet(internal_pb2_grpc.FleetServicer):
     async def _take_hello(self, hello: internal_pb2.Hello, tokens: dict[str, str]) -> None:
         """Fetch the text sides, then let the core judge: from then on requests may come."""
         for served in hello.models:
-            await self.texts.ensure(served, hello.address, tokens["textfiles"])
+            await self.texts.ensure(served, hello.address, tokens["execute"])
         for replica in self._core.attach(hello):
             note(logging.INFO, "older epoch void", replica=replica)
         self._remember_models()

@@ -196,8 +196,7 @@ class ScriptedReplica(internal_pb2_grpc.ReplicaServicer):
             await call.write(up(greeting=internal_pb2.Greeting(nonce=nonce)))
             challenge = (await call.read()).challenge
             assert matches(router_proof(SECRET, nonce, challenge.nonce), challenge.proof)
-            for purpose in ("execute", "textfiles"):
-                self.tokens.add(session_token(SECRET, purpose, nonce, challenge.nonce))
+            self.tokens.add(session_token(SECRET, "execute", nonce, challenge.nonce))
             proof = replica_proof(SECRET, nonce, challenge.nonce)
             await call.write(up(proof=internal_pb2.Proof(proof=proof)))
             await call.write(up(hello=self.hello()))

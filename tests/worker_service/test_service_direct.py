@@ -181,7 +181,8 @@ def test_text_files_arrive_whole(router: FakeRouter, start_replica: StartReplica
     with grpc.insecure_channel(replica.address) as channel:
         stub = internal_pb2_grpc.ReplicaStub(channel)
         asked = api_pb2.TextFilesRequest(fingerprint=model.tokenizer_fingerprint)
-        for chunk in stub.TextFiles(asked, timeout=WAIT_S):
+        session = (("banyan-session", router.token()),)
+        for chunk in stub.TextFiles(asked, timeout=WAIT_S, metadata=session):
             assert len(chunk.data) <= CHUNK_BYTES and chunk.name not in closed
             got[chunk.name] = got.get(chunk.name, b"") + chunk.data
             closed += [chunk.name] if chunk.last else []
@@ -193,10 +194,22 @@ def test_text_files_arrive_whole(router: FakeRouter, start_replica: StartReplica
 
 
 @pytest.mark.parametrize("fingerprint", ["", "00" * 32])
-def test_an_unknown_fingerprint_is_not_found(stub: Any, fingerprint: str) -> None:
+def test_an_unknown_fingerprint_is_not_found(
+    stub: Any, router: FakeRouter, fingerprint: str
+) -> None:
+    router.attached()
+    asked = api_pb2.TextFilesRequest(fingerprint=fingerprint)
     with pytest.raises(grpc.RpcError) as caught:
-        list(stub.TextFiles(api_pb2.TextFilesRequest(fingerprint=fingerprint), timeout=WAIT_S))
+        list(stub.TextFiles(asked, timeout=WAIT_S, metadata=(("banyan-session", router.token()),)))
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+@pytest.mark.parametrize("metadata", [(), (("banyan-session", "00" * 32),)])
+def test_text_files_are_for_attached_routers(stub: Any, metadata: Any) -> None:
+    asked = api_pb2.TextFilesRequest(fingerprint="00" * 32)
+    with pytest.raises(grpc.RpcError) as caught:
+        list(stub.TextFiles(asked, timeout=WAIT_S, metadata=metadata))
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 def test_reflection_names_the_services(replica: Any) -> None:

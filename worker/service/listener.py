@@ -25,6 +25,8 @@ _OPTIONS = [
     ("grpc.so_reuseport", 0),  # a port in use is an error, never shared
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5000),
     ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.keepalive_time_ms", 30_000),  # a client that vanished frees its blocks
+    ("grpc.keepalive_timeout_ms", 20_000),
 ]
 
 

@@ -38,6 +38,8 @@ _OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),  # one connection per channel
     ("grpc.enable_http_proxy", 0),
     ("grpc.enable_retries", 0),
+    ("grpc.keepalive_time_ms", 10_000),  # a router whose host vanished is dialled again
+    ("grpc.keepalive_timeout_ms", 5_000),
 ]
 
 

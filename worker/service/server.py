@@ -198,7 +198,9 @@ class ReplicaService(internal_pb2_grpc.ReplicaServicer):
     async def TextFiles(
         self, request: api_pb2.TextFilesRequest, context: Context
     ) -> AsyncIterator[api_pb2.FileChunk]:
-        """The tokenizer and template files of a served model, whole, in chunks."""
+        """The tokenizer and template files of a served model, whole, in chunks, for routers."""
+        if not self._sessions.valid(_session_of(context)):
+            await _abort(context, Unauthenticated("This call belongs to no attached session."))
         if not request.fingerprint or request.fingerprint != self._fingerprint:
             await _abort(context, ModelNotFound("This replica has no such tokenizer."))
         for name, content in self._text_files.items():
