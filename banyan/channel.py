@@ -20,6 +20,7 @@ OPTIONS: list[tuple[str, Any]] = [
     ("grpc.enable_http_proxy", 0),
 ]
 RETRY_AFTER_KEY = "retry-after-ms"
+ERROR_KEY = "banyan-error"  # the error's class: several share one code
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -54,13 +55,15 @@ def to_error(error: grpc.RpcError) -> BanyanError:
     """The typed error of a failed call, sync or async."""
     known: Any = error  # both kinds have code(), details() and trailing_metadata()
     code, details = known.code(), known.details() or ""
-    trailing: Iterable[tuple[str, Any]] = known.trailing_metadata() or ()
-    retry_ms = next((value for key, value in trailing if key == RETRY_AFTER_KEY), None)
+    pairs: Iterable[tuple[str, Any]] = known.trailing_metadata() or ()
+    trailing = dict(pairs)
+    retry_ms = trailing.get(RETRY_AFTER_KEY)
     retry_after_s = float(retry_ms) / 1000 if retry_ms is not None else None
     if code is grpc.StatusCode.UNAVAILABLE and _is_transport(details):
         return NoReplica("The router cannot be reached.", retry_after_s=retry_after_s)
     number = code.value[0] if code is not None else grpc.StatusCode.INTERNAL.value[0]
-    return from_status(number, details or "The call failed.", retry_after_s)
+    name = str(trailing.get(ERROR_KEY, ""))
+    return from_status(number, details or "The call failed.", retry_after_s, name)
 
 
 def _is_transport(details: str) -> bool:

@@ -144,9 +144,12 @@ def _leaves(cls: type[BanyanError]) -> list[type[BanyanError]]:
     return [cls, *(leaf for sub in cls.__subclasses__() for leaf in _leaves(sub))]
 
 
-def from_status(code: int, message: str, retry_after_s: float | None = None) -> BanyanError:
-    """The first class of the tree with this status; InternalError for a status we never send."""
-    for leaf in _leaves(BanyanError)[1:]:
-        if leaf.status == code:
-            return leaf(message, retry_after_s=retry_after_s)
-    return InternalError(message, retry_after_s=retry_after_s)
+def from_status(
+    code: int, message: str, retry_after_s: float | None = None, name: str = ""
+) -> BanyanError:
+    """The class called `name` if it has this status, else the first of the tree that has;
+    InternalError for a status we never send."""
+    fitting = [leaf for leaf in _leaves(BanyanError)[1:] if leaf.status == code]
+    named = [leaf for leaf in fitting if leaf.__name__ == name]
+    leaf = (named or fitting or [InternalError])[0]
+    return leaf(message, retry_after_s=retry_after_s)

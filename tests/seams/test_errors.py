@@ -29,5 +29,15 @@ def test_a_status_comes_back_as_an_error_of_that_status(cls: type[errors.BanyanE
     assert (error.message, error.retry_after_s) == ("One sentence.", 0.5)
 
 
+@pytest.mark.parametrize("cls", leaves(), ids=lambda cls: cls.__name__)
+def test_a_name_picks_among_classes_of_one_status(cls: type[errors.BanyanError]) -> None:
+    assert type(errors.from_status(int(cls.status), "x", name=cls.__name__)) is cls
+
+
+def test_a_name_of_another_status_is_ignored() -> None:
+    found = errors.from_status(int(errors.StatusCode.NOT_FOUND), "x", name="Overloaded")
+    assert found.status == errors.StatusCode.NOT_FOUND
+
+
 def test_a_status_we_never_send_is_internal() -> None:
     assert type(errors.from_status(2, "?")) is errors.InternalError
