@@ -22,7 +22,7 @@ import psutil
 from banyan.cluster import processes, ray_head, state, stop
 from banyan.cluster.interrupts import held_back
 from banyan.cluster.processes import Process
-from banyan.cluster.spec import ClusterSpec, check, cores, gpus, router_addresses, uses_gpu
+from banyan.cluster.spec import ClusterSpec, check, cores, router_addresses, uses_gpu
 from banyan.cluster.state import ClusterRecord, RayRecord, RouterRecord
 from banyan.home import locked, private_folder, write_private
 from banyan.models import resolve_model, served_name
@@ -179,7 +179,7 @@ def _start_fleet(launch: _Launch) -> None:
     """Begin the process that will speak to Ray: it loads Ray while the head still starts."""
     ray = launch.record.ray
     assert ray is not None
-    with (launch.folder / "logs" / "fleet.log").open("ab") as log:
+    with (launch.folder / "logs" / "fleet.log").open("wb") as log:
         launch.fleet = subprocess.Popen(
             [sys.executable, "-m", "banyan.cluster.fleet", "start"],
             stdin=subprocess.PIPE,
@@ -238,7 +238,7 @@ def _orders(launch: _Launch) -> list[dict[str, Any]]:
 
 def _pool_gib(spec: ClusterSpec) -> float | None:
     """As asked; on CPU replicas share this machine's memory, so the default is divided."""
-    if spec.pool_gib is not None or gpus():
+    if spec.pool_gib is not None or uses_gpu(spec):
         return spec.pool_gib
     spare = psutil.virtual_memory().available / 2**30 / 4 / spec.replicas
     return min(1.0, round(spare, 3))

@@ -44,7 +44,7 @@ def start(
     role: str, command: Sequence[str], log: Path, env: Mapping[str, str], *, daemon: bool = False
 ) -> Process:
     """Run `command` in a session of its own, output to `log`. Raises OSError."""
-    with log.open("ab") as output:
+    with log.open("wb") as output:  # the last start's log stays until the next
         child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
