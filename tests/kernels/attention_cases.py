@@ -162,17 +162,37 @@ def make_case(seed: int, dtype: str, pure_decode: bool = False, device: str = "c
 
 
 def compare(case: Case, got: Attended) -> dict[str, float]:
-    """Largest errors against the reference: `out`, beyond half a unit in the last place of the
-    result's dtype (which no kernel can avoid), and `lse`; NaN counts as infinite."""
+    """Errors against the reference: `rms` of the output; the largest of `out`, beyond half a unit
+    in the last place of the result's dtype (which no kernel can avoid), and of `lse`. NaN counts
+    as infinite."""
     expected = ReferenceAttention().attend(case.q, case.pages, case.batch, case.spec)
     assert expected.lse is not None and got.lse is not None
     assert got.out.dtype == case.q.dtype and got.out.shape == expected.out.shape
     got_out, got_lse = got.out.float().cpu(), got.lse.cpu()
+    error = (got_out - expected.out).abs()
     rounding = expected.out.abs() * (torch.finfo(got.out.dtype).eps / 2)
-    out = (got_out - expected.out).abs() - rounding
     both_nothing = (got_lse == -torch.inf) & (expected.lse == -torch.inf)
     lse = (got_lse - expected.lse).abs().masked_fill(both_nothing, 0.0)
-    return {
-        name: float(error.nan_to_num(nan=torch.inf).max()) if error.numel() else 0.0
-        for name, error in (("out", out), ("lse", lse))
+    if error.numel() == 0:
+        return {"rms": 0.0, "out": 0.0, "lse": 0.0}
+    figures = {
+        "rms": error.square().mean().sqrt(),
+        "out": (error - rounding).max(),
+        "lse": lse.max(),
     }
+    return {name: float(figure.nan_to_num(nan=torch.inf)) for name, figure in figures.items()}
+
+
+# Scenario 4's figures, for values in [-1, 1]: root mean square, and largest beyond the rounding of
+# the result itself. For bf16 the largest is the bound of what is left, the rounding of the
+# softmax's weights: unit roundoff 2^-8 times sum(weight * |value|) <= 1.
+RMS_MAX = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 2e-3}
+OUT_MAX = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 2.0**-8}
+
+
+def check(errors: dict[str, float], dtype: str, seed: int) -> None:
+    """Raise AssertionError, naming the seed, if `errors` of `compare` are too large."""
+    told = f"seed {seed} {dtype}: {errors}"
+    assert errors["rms"] <= RMS_MAX[dtype], told
+    assert errors["out"] <= OUT_MAX[dtype], told
+    assert errors["lse"] <= 1e-4, told
