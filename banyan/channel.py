@@ -17,6 +17,9 @@ OPTIONS: list[tuple[str, Any]] = [
     ("grpc.enable_retries", 0),  # retries are ours: only we know what has arrived
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # also how long a connection may take to greet
+    ("grpc.keepalive_time_ms", 10_000),  # a router that hangs is found out while a call waits
+    ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.enable_http_proxy", 0),
 ]
 RETRY_AFTER_KEY = "retry-after-ms"
@@ -69,4 +72,4 @@ def to_error(error: grpc.RpcError) -> BanyanError:
 def _is_transport(details: str) -> bool:
     """True if gRPC itself wrote the text, which would show addresses and jargon."""
     signs = ("connect", "Socket closed", "recvmsg", "sendmsg", "GOAWAY", "handshake", "keepalive")
-    return any(sign.lower() in details.lower() for sign in signs)
+    return any(sign.lower() in details.lower() for sign in (*signs, "resolv", "resolution"))

@@ -55,11 +55,19 @@ def fetch_demo(progress: Progress | None = None) -> Path:
     target = _demo_path()
     with locked(target.parent / f".{DEMO_NAME}.lock"):
         if demo_folder() is None:
-            with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as scratch:
-                made = _fetch_into(Path(scratch), progress or _silent)
-                shutil.rmtree(target, ignore_errors=True)  # a folder without config.json
-                made.replace(target)
+            try:
+                _fetch_to(target, progress or _silent)
+            except OSError as error:  # a full disk, most likely
+                reason = error.strerror or type(error).__name__
+                raise ModelLoadError(f"The demo model cannot be stored: {reason}.") from error
     return target
+
+
+def _fetch_to(target: Path, progress: Progress) -> None:
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as scratch:
+        made = _fetch_into(Path(scratch), progress)
+        shutil.rmtree(target, ignore_errors=True)  # a folder without config.json
+        made.replace(target)
 
 
 def _fetch_into(scratch: Path, progress: Progress) -> Path:

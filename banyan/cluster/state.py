@@ -93,12 +93,14 @@ def save(record: ClusterRecord) -> ClusterRecord:
 
 
 def load(name: str) -> ClusterRecord | None:
-    """What cluster.json says, None if there is none. Raises LaunchError if it is damaged."""
+    """What cluster.json says, None if there is none. Raises LaunchError if that cannot be told."""
     try:
         fields = json.loads((folder(name) / STATE_FILE).read_text())
         return _from_json(fields)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise LaunchError(f"The state file of cluster {name} cannot be read.") from error
     except (ValueError, TypeError, KeyError) as error:
         raise LaunchError(f"The state file of cluster {name} is damaged.") from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 import traceback
 from collections import OrderedDict
@@ -29,6 +30,7 @@ from router.service.requests import (
 from router.service.status import Context, abort, metadata_of
 from router.stream import ClientStream, Phase, StreamSpec
 from router.tenants import Tenant, Tenants
+from router.text.model import TextModel
 from seams.clock import Clock
 from seams.errors import (
     BanyanError,
@@ -45,6 +47,8 @@ from seams.rng import Rng
 
 CHUNK_BYTES = 256 * 1024
 THREAD_BYTES = 16 * 1024  # longer texts are tokenized beside the loop
+HUGE_BYTES = 256 * 1024  # few of these at a time: they would hold up everyone else's
+HUGE_MAX = max(1, (os.cpu_count() or 1) // 2)
 TICKET_TTL_MS = 30_000
 TICKET_TTL_MS_MAX = 300_000
 STOPPING = "The router is stopping; another one can go on."
@@ -74,6 +78,7 @@ class Api(api_pb2_grpc.BanyanServicer):
         self._tenants = Tenants(config.api_keys, secret)
         self._owners: OrderedDict[str, str] = OrderedDict()  # request id -> tenant
         self._relays: set[Relay] = set()
+        self._huge = asyncio.Semaphore(HUGE_MAX)
         self._calls = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -123,10 +128,7 @@ class Api(api_pb2_grpc.BanyanServicer):
         check_message(request)
         check_shape(request)
         served = await self._served(request.model, deadline)
-        if text_bytes(request) > THREAD_BYTES:
-            prompt = await asyncio.to_thread(tokenize, request, served.text)
-        else:
-            prompt = tokenize(request, served.text)
+        prompt = await self._tokenized(request, served.text)
         minted = Minted(
             request_id=f"{self._rng.bits(128):032x}",
             seed=self._rng.bits(SEED_BITS),
@@ -135,6 +137,24 @@ class Api(api_pb2_grpc.BanyanServicer):
         spec = build_spec(request, prompt, served, tenant, minted)
         self._own(spec.request_id, tenant)
         return spec
+
+    async def _tokenized(
+        self, request: api_pb2.GenerateRequest, text: TextModel | None
+    ) -> list[int]:
+        size = text_bytes(request)
+        if size <= THREAD_BYTES:
+            return tokenize(request, text)
+        if size <= HUGE_BYTES:
+            return await asyncio.to_thread(tokenize, request, text)
+        await self._huge.acquire()
+        work = asyncio.create_task(asyncio.to_thread(tokenize, request, text))
+        work.add_done_callback(self._tokenized_huge)
+        return await asyncio.shield(work)  # a thread goes on although its caller has gone
+
+    def _tokenized_huge(self, work: asyncio.Task[list[int]]) -> None:
+        self._huge.release()
+        if not work.cancelled():
+            work.exception()  # nobody else asks for it where the caller has gone
 
     def _own(self, request_id: str, tenant: Tenant) -> None:
         self._owners[request_id] = tenant.name

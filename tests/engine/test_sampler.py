@@ -338,3 +338,14 @@ def test_choices_of_one_request_differ() -> None:
     got = sample(logits.expand(32, -1), rows, EOS)
     assert [s.choice for s in got] == list(range(32))
     assert len({s.token_id for s in got}) > 25
+
+
+@pytest.mark.parametrize("penalty", [1e-45, 1e-38, 100.0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_extreme_repetition_penalty_still_chooses(penalty: float, temperature: float) -> None:
+    logits = random_logits(3, 1, 50)
+    extreme = row(
+        history=tuple(range(20)), repetition_penalty=penalty, temperature=temperature, top_k=5
+    )
+    [drawn] = sample(logits, [extreme], EOS)
+    assert drawn.token_id != FAILED

@@ -29,6 +29,7 @@ from worker.engine.sampling import SamplingParams
 
 FAILED = -1
 TEMPERATURE_MIN = 1e-5  # below: greedy
+REPETITION_MIN = 1e-20  # below, a division could overflow
 NARROW = 1024  # so many of the largest are looked at before a whole row is sorted
 
 
@@ -108,7 +109,7 @@ def _penalise(scores: torch.Tensor, row: SampleRow) -> None:
     if params.repetition_penalty != 1.0:
         seen = torch.tensor(sorted({*row.history, *row.output}), dtype=torch.int64, device=device)
         values = scores[seen]
-        penalty = params.repetition_penalty
+        penalty = max(params.repetition_penalty, REPETITION_MIN)
         scores[seen] = torch.where(values > 0, values / penalty, values * penalty)
     if row.output and (params.frequency_penalty or params.presence_penalty):
         counts = Counter(row.output)
