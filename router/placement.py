@@ -43,7 +43,8 @@ class Placement:
 
 @dataclass(frozen=True)
 class Observed:
-    """What a finished request taught about its replica. Seconds; 0 tokens = nothing learnt."""
+    """What a finished request taught about its replica. Seconds; 0 tokens = nothing learnt.
+    `decode_tokens` are those of one choice after its first, the mean where there are several."""
 
     computed_tokens: int = 0
     prefill_s: float = 0.0  # submit to first token

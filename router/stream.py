@@ -18,7 +18,7 @@ from router.outbox import Outbox, credit_for
 from router.placement import Observed, Placement, PlaceRequest
 from router.text.output import ChoiceText
 from seams.clock import Clock
-from seams.errors import BanyanError, Overloaded, ReplicaLost, from_status
+from seams.errors import BanyanError, OutOfBlocks, Overloaded, ReplicaLost, from_status
 from seams.errors import StatusCode as Code
 
 MOVABLE = {Code.UNAVAILABLE, Code.CANCELLED, Code.RESOURCE_EXHAUSTED, Code.NOT_FOUND}
@@ -268,7 +268,9 @@ class ClientStream:
 
     def _replica_failed(self, status: common_pb2.Status) -> None:
         retry_after_s = status.retry_after_ms / 1000 or None
-        error = from_status(status.code, status.message, retry_after_s)
+        error = from_status(status.code, status.message, retry_after_s, status.error)
+        if isinstance(error, OutOfBlocks):
+            error.retry_after_s = None  # it will not fit later either, only perhaps elsewhere
         if status.code in MOVABLE:
             self.lost(error)
         else:
@@ -410,10 +412,11 @@ class ClientStream:
         if self.moves or not self._usage_known or not self.first_token_seen:
             return Observed()
         new = sum(len(choice.ids) for choice in self._choices) - len(self.spec.emitted)
+        each = -(-new // len(self._choices))
         return Observed(
             computed_tokens=self._usage.computed_tokens + len(self.spec.emitted),
             prefill_s=first_s - submitted_s,
-            decode_tokens=new - len(self._choices),
+            decode_tokens=max(0, each - 1),
             decode_s=last_s - first_s,
         )
 

@@ -44,7 +44,12 @@ async def abort(context: Context, error: BanyanError) -> NoReturn:
 def as_status(error: BanyanError) -> common_pb2.Status:
     """The error as a message, for streams that end with one."""
     wait_ms = retry_after_ms(error) or 0
-    return common_pb2.Status(code=int(error.status), message=error.message, retry_after_ms=wait_ms)
+    return common_pb2.Status(
+        code=int(error.status),
+        message=error.message,
+        retry_after_ms=wait_ms,
+        error=type(error).__name__,
+    )
 
 
 def metadata_of(context: Context, key: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 import jinja2
@@ -87,7 +87,9 @@ def _raise_exception(message: str) -> None:
 
 
 def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
+    """In UTC: the same chat renders the same prompt at every router, whatever its time zone. A
+    chat that is resumed on another day renders that day: Resume carries no time."""
+    return datetime.now(UTC).strftime(form)
 
 
 def _environment() -> jinja2.Environment:

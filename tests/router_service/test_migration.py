@@ -183,8 +183,10 @@ def test_a_gap_or_an_early_end_moves_the_stream() -> None:
         run(scenario())
 
 
-def _failing(code: int, retry_ms: int = 0) -> Script:
-    status = common_pb2.Status(code=code, message="Says the replica.", retry_after_ms=retry_ms)
+def _failing(code: int, retry_ms: int = 0, error: str = "") -> Script:
+    status = common_pb2.Status(
+        code=code, message="Says the replica.", retry_after_ms=retry_ms, error=error
+    )
     return Script(reply=lambda _: [internal_pb2.Emission(error=status, last=True)])
 
 
@@ -201,6 +203,43 @@ def test_a_full_replica_is_passed_over_and_all_full_says_when_to_retry() -> None
             assert answer.trailing["retry-after-ms"] == "700"
             assert time.monotonic() - began_s < 1.0, "no waiting for what will not come"
             await c.quiet()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_what_fits_no_replica_is_said_to_be_so_and_not_to_be_retried(replicas: int) -> None:
+    async def scenario() -> None:
+        async with cluster(*[_failing(8, 700, "OutOfBlocks")] * replicas) as c:
+            began_s = time.monotonic()
+            answer = await c.generate(prompt())
+            assert answer.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert answer.trailing["banyan-error"] == "OutOfBlocks"
+            assert "retry-after-ms" not in answer.trailing
+            assert "grpc-retry-pushback-ms" not in answer.trailing
+            assert [len(r.submits) for r in c.replicas] == [1] * replicas
+            assert time.monotonic() - began_s < 1.0, "no waiting for what will not come"
+            await c.quiet()
+
+    run(scenario())
+
+
+def test_what_fits_a_larger_replica_goes_there() -> None:
+    async def scenario() -> None:
+        async with cluster(_failing(8, 0, "OutOfBlocks"), Script()) as c:
+            for i in range(4):
+                assert (await c.generate(prompt(f"{i}" * 40))).code is grpc.StatusCode.OK
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("error", ["PromptTooLong", "InvalidRequest"])
+def test_errors_that_share_a_code_reach_the_client_by_name(error: str) -> None:
+    async def scenario() -> None:
+        async with cluster(_failing(3, 0, error), _failing(3, 0, error)) as c:
+            answer = await c.generate(prompt())
+            assert answer.trailing["banyan-error"] == error
+            assert sum(len(r.submits) for r in c.replicas) == 1
 
     run(scenario())
 

@@ -372,3 +372,26 @@ def test_a_flood_beyond_the_credit_ends_the_stream() -> None:
         assert at < 1 << 20
     assert stream.phase is Phase.OVER and stream.error is not None
     assert stream.outbox._bytes < OUTBOX_BYTES_MAX + 4096 * 64
+
+
+@pytest.mark.parametrize("choices", [1, 2, 5])
+def test_what_is_learnt_is_of_one_choice(choices: int) -> None:
+    """Several choices decode side by side: as many steps, not as many times the output."""
+    clock = VirtualClock()
+    stream = ClientStream(make_spec(1, choices, 11, (), 0), clock)
+    stream.placed(placement("w"), None)
+    for at in range(11):
+        clock.advance(0.5)
+        for choice in range(choices):
+            emission = internal_pb2.Emission(
+                choice=choice, position=at, token_ids=truth(1, choice, 11)[at : at + 1]
+            )
+            if at == 10:
+                emission.finish = common_pb2.FINISH_REASON_LENGTH
+                emission.last = choice == choices - 1
+                if emission.last:
+                    emission.usage.prompt_tokens = 5
+            stream.receive(emission)
+    assert stream.phase is Phase.OVER
+    seen = stream.observed()
+    assert (seen.decode_tokens, seen.decode_s, seen.prefill_s) == (10, 5.0, 0.5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 from tokenizers_for_tests import byte_fallback, byte_level, text_files
@@ -32,6 +33,25 @@ def test_generation_prompt_json_loop_controls_and_generation_blocks() -> None:
     )
     expected = '{"role": "system", "content": "Be <brief>."}body>%2'
     assert ChatTemplate(source, {}).render(CHAT) == expected
+
+
+def test_the_date_of_a_template_is_utc_wherever_the_router_stands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    template = ChatTemplate("{{ strftime_now('%Y-%m-%d %H %z') }}", {})
+    try:
+        for zone in ("UTC-14", "UTC+11"):
+            monkeypatch.setenv("TZ", zone)
+            time.tzset()
+            before, shown, after = _utc(), template.render(CHAT), _utc()
+            assert shown in (before, after)
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+def _utc() -> str:
+    return time.strftime("%Y-%m-%d %H +0000", time.gmtime())
 
 
 def test_a_refusal_is_quoted_only_if_it_stands_in_the_template() -> None:
