@@ -144,6 +144,8 @@ def event(message: api_pb2.GenerateResponse) -> Event:
         return Delta(d.choice, d.position, ids, d.text, logprobs(d.logprobs))
     if kind == "choice_finished":
         c = message.choice_finished
-        return ChoiceFinished(c.choice, FinishReason(c.reason), c.text, c.stop)
+        known = c.reason in FinishReason.__members__.values()  # a newer router may know more
+        reason = FinishReason(c.reason) if known else FinishReason.UNSPECIFIED
+        return ChoiceFinished(c.choice, reason, c.text, c.stop)
     f = message.finished
     return Finished(usage(f.usage), decision(f.decision) if f.HasField("decision") else None)

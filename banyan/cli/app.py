@@ -213,7 +213,7 @@ def run() -> None:
     try:
         app(standalone_mode=True)
     except BanyanError as error:
-        if "--json" in sys.argv and "demo" not in sys.argv:
+        if "--json" in sys.argv:
             print(json.dumps({"error": error.message, "status": error.status.name}))
         print(f"error: {error.message}", file=sys.stderr)
         sys.exit(1)

@@ -127,3 +127,14 @@ def test_client_and_launcher_load_nothing_heavy() -> None:
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["up", "--model", "demo", "--replicas", "0"], ["generate", "demo"]]
+)
+def test_json_errors_are_json_whatever_the_words(banyan: Banyan, arguments: list[str]) -> None:
+    done = banyan(*arguments, "--json")
+    assert done.returncode == 1
+    said = json.loads(done.stdout)
+    assert said["error"] in done.stderr
+    assert said["status"] == "FAILED_PRECONDITION"
