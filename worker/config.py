@@ -16,6 +16,7 @@ class EngineConfig:
     step_tokens_max: int = 512  # token budget of one step, decode first
     running_max: int = 64  # sequences with blocks at the same time
     waiting_max: int = 1024  # requests queued; more are Overloaded
+    requests_max: int = 8192  # in all: those without credit do not queue, but take memory too
     cache: bool = True  # keep finished requests' blocks for others
     poison_freed: bool = False  # tests: fill freed blocks with what must never be read
 

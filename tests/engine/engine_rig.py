@@ -37,11 +37,12 @@ class Recorder(FakeModel):
         super().__init__(model.spec, model._mask)
         self.plans: list[StepPlan] = []
         self.fail_at: int | None = None
+        self.broken = False
 
     def execute(self, plan: StepPlan) -> torch.Tensor:
         self.plans.append(plan)
         logits = super().execute(plan)
-        if self.fail_at == len(self.plans):
+        if self.broken or self.fail_at == len(self.plans):
             raise RuntimeError("the device fell off the bus")
         return logits
 

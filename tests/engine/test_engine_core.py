@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,9 @@ from seams.errors import (
 from worker.config import EngineConfig
 from worker.engine.core import EngineCore
 from worker.engine.messages import CacheOpKind, EngineRequest, Finish, RequestUsage
-from worker.engine.plan import StepPlan
+from worker.engine.plan import SampleRow, StepPlan
+from worker.engine.sampler import _masked_ids
+from worker.engine.sampling import SamplingParams
 from worker.models.fake import SHAPES, fake_model
 
 SHAPES_ALL = [*SHAPES, "full/inverted"]
@@ -77,6 +80,28 @@ def test_a_full_queue_pushes_back() -> None:
     rig.assert_exact("running", "r0", "r1", "r2")
 
 
+def test_slow_readers_do_not_fill_the_queue() -> None:
+    """Those without credit hold no blocks and no place; only their number is bounded."""
+    rig = Rig(waiting_max=2, running_max=2, requests_max=9)
+    slow = [request(f"slow{i}", tokens(9, i), credit_tokens=i % 2) for i in range(8)]
+    for one in slow:
+        rig.submit(one)
+        rig.run()
+    assert len(rig.core.scheduler.parked) >= 6
+    load = rig.core.load()
+    assert (load.waiting, load.queued_prefill_tokens) == (0, 0)
+    rig.submit(request("quick", tokens(9, 20)), request("one too many", tokens(9, 21)))
+    rig.run()
+    refused = rig.last("one too many").error
+    assert isinstance(refused, Overloaded) and "paused" in refused.message
+    assert refused.retry_after_s is not None
+    for one in slow:
+        rig.core.grant(one.request_id, 100)
+    rig.run()
+    rig.assert_exact("quick", *(one.request_id for one in slow))
+    assert all(rig.last(one.request_id).error is None for one in slow)
+
+
 def test_a_duplicate_id_harms_nobody() -> None:
     rig = Rig()
     rig.submit(request("a", tokens(9)))
@@ -124,6 +149,10 @@ def test_the_end_token_ends_unless_ignored() -> None:
     assert len(rig.output("goes on")) == 90 and rig.last("goes on").finish is Finish.LENGTH
 
 
+def row_at(position: int, **params: Any) -> SampleRow:
+    return SampleRow(0, 1, 0, position, SamplingParams(seed=1, max_tokens=30, **params), (), ())
+
+
 def test_min_tokens_keeps_it_going() -> None:
     rig = Rig()
     prompt, token = stopping_prompt(rig, 2)
@@ -131,6 +160,21 @@ def test_min_tokens_keeps_it_going() -> None:
     rig.submit(request("a", prompt, max_tokens=30, stop_token_ids=stop, min_tokens=6))
     rig.run()
     assert len(rig.output("a")) >= 6 and token not in rig.output("a")[:6]
+
+
+def test_min_tokens_is_one_rule_for_drawing_and_ending() -> None:
+    """A stop token is not drawn among the first min_tokens; where one stands there all the same
+    (a resumed stream of another version), it does not end the choice. The next may."""
+    stop = frozenset({7})
+    for emitted, ends in ((2, False), (3, False), (4, True)):
+        rig = Rig()
+        given = (*tokens(9), *(5 for _ in range(emitted - 1)), 7)
+        sampling = {"min_tokens": 3, "stop_token_ids": stop, "prompt_tokens": 9}
+        rig.submit(request("a", given, 30, **sampling))
+        rig.step()
+        assert bool(rig.lasts("a")) is ends, emitted
+        masked = _masked_ids(row_at(emitted - 1, min_tokens=3, stop_token_ids=stop), (), 256)
+        assert masked == ([] if ends else [7])
 
 
 def test_logprobs_are_handed_on() -> None:
@@ -192,6 +236,9 @@ def test_resuming_what_had_ended_just_says_so() -> None:
     assert not rig.model.plans
     assert rig.last("stopped").finish is Finish.STOP and rig.last("stopped").position == 4
     assert rig.last("full").finish is Finish.LENGTH
+    for name in ("stopped", "full"):  # nothing was computed: as of those never admitted
+        assert rig.usage(name) == RequestUsage(0, 0, 0, 4)
+    assert (rig.core.load().prompt_tokens, rig.core.load().cached_tokens) == (0, 0)
 
 
 # --- deadlines ---------------------------------------------------------------------------------
@@ -367,6 +414,42 @@ def test_a_failing_step_ends_its_requests_only(caplog: pytest.LogCaptureFixture)
     rig.assert_exact("paused", "waits")
     assert len(rig.lasts("a")) == 1 and rig.reclaimable()
     assert "failed" in caplog.text
+
+
+def test_failing_steps_are_no_progress(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig()
+    rig.model.fail_at = 2
+    rig.submit(request("a", tokens(9)))
+    rig.step(2)
+    assert isinstance(rig.last("a").error, InternalError)
+    assert rig.core.load().steps == 1
+    rig.submit(request("b", tokens(9)))
+    rig.step()
+    assert rig.core.load().steps == 2
+
+
+def test_a_device_that_fails_every_step_fails_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    """The request of the last straw is not ended: it may go on elsewhere."""
+    rig = Rig()
+    rig.model.broken = True
+    for name in "abc":
+        assert not rig.lasts("c")
+        rig.submit(request(name, tokens(9)))
+        if name != "c":
+            rig.step()
+            assert isinstance(rig.last(name).error, InternalError)
+    with pytest.raises(RuntimeError, match="bus"):
+        rig.step()
+    assert not rig.lasts("c") and rig.core.load().steps == 0
+
+
+def test_a_good_step_between_failing_ones_forgives_them(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig()
+    for turn in range(6):
+        rig.model.broken = turn % 3 < 2
+        rig.submit(request(f"r{turn}", tokens(9), max_tokens=1))
+        rig.step()
+        assert (rig.last(f"r{turn}").error is None) is not rig.model.broken
 
 
 def test_a_failing_fork_ends_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,7 @@ import pytest
 from engine_rig import BLOCK, Recorder, request, tokens
 
 from seams.clock import SystemClock
-from seams.errors import Cancelled, DeadlineExceeded, InternalError, InvalidRequest
+from seams.errors import Cancelled, DeadlineExceeded, InternalError, InvalidRequest, NoReplica
 from worker.config import EngineConfig
 from worker.engine.client import EngineClient
 from worker.engine.core import EngineCore
@@ -29,12 +29,14 @@ class Listener:
         self.threads: set[str] = set()
         self.outputs = 0
         self.fail = False
+        self.stalled = False
 
     def __call__(self, output: StepOutput) -> None:
         with self.changed:
             self.threads.add(threading.current_thread().name)
             self.emissions += output.emissions
             self.outputs += 1
+            self.stalled = output.load.stalled
             self.changed.notify_all()
         if self.fail:
             self.fail = False
@@ -239,6 +241,29 @@ def test_a_failing_step_does_not_stop_the_engine(caplog: pytest.LogCaptureFixtur
         assert run.listener.lasts("b")[0].error is None and not run.engine.load().stalled
 
 
+def test_a_device_that_fails_every_step_ends_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    with started() as run:
+        run.model.broken = True
+        kinds = []
+        for name in "abcd":
+            run.engine.submit(request(name, tokens(9)))
+            run.listener.wait_last(name)
+            kinds.append(type(run.listener.lasts(name)[0].error))
+        assert kinds == [InternalError, InternalError, NoReplica, NoReplica]
+        assert run.engine.load().stalled and len(run.model.plans) == 3
+
+
+def test_a_failed_engine_says_so_though_nobody_waits(caplog: pytest.LogCaptureFixture) -> None:
+    with started() as run:
+
+        def broken(request_id: str) -> None:
+            raise AssertionError("a broken invariant")
+
+        run.core.cancel = broken  # type: ignore[method-assign]
+        run.engine.cancel("nobody")
+        run.listener.wait(lambda: run.listener.stalled)
+
+
 def test_a_failing_loop_ends_everything_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with started() as run:
         run.engine.submit(request("a", tokens(9), credit_tokens=2))
@@ -253,11 +278,11 @@ def test_a_failing_loop_ends_everything_and_says_so(caplog: pytest.LogCaptureFix
         run.listener.wait_last("a", "b")
         for name in ("a", "b"):
             (last,) = run.listener.lasts(name)
-            assert isinstance(last.error, InternalError)
+            assert isinstance(last.error, NoReplica)  # routers move such a stream
         assert run.engine.load().stalled
         run.engine.submit(request("after", tokens(3)))
         run.listener.wait_last("after")
-        assert isinstance(run.listener.lasts("after")[0].error, InternalError)
+        assert isinstance(run.listener.lasts("after")[0].error, NoReplica)
     assert "failed" in caplog.text
 
 

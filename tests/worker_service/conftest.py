@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,11 @@ def start_replica(
     started: list[Replica] = []
 
     def start(
-        *, blocks: int = 256, text_files: dict[str, bytes] | None = None, **fields: Any
+        *,
+        blocks: int = 256,
+        text_files: dict[str, bytes] | None = None,
+        on_failure: Callable[[], None] | None = None,
+        **fields: Any,
     ) -> Replica:
         given = {
             "replica": "replica-0",
@@ -62,7 +66,8 @@ def start_replica(
             "secret_file": str(secret_file),
             "threads": 1,
         } | fields
-        replica = Replica(ReplicaConfig(**given), parts(blocks, text_files or {}, cores), SECRET)
+        made = parts(blocks, text_files or {}, cores)
+        replica = Replica(ReplicaConfig(**given), made, SECRET, on_failure)
         replica.start()
         started.append(replica)
         return replica

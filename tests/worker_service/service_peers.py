@@ -16,7 +16,7 @@ from kvstore.keys import tokens_u32le
 from seams.proof import matches, replica_proof, router_proof, seal, session_token, token_digest
 
 StartReplica = Callable[..., Any]
-"""start(blocks=256, **ReplicaConfig fields) -> Replica, listening and linked to the router."""
+"""start(blocks=256, on_failure=None, **ReplicaConfig fields) -> Replica, listening and linked."""
 
 SECRET = bytes(range(32))
 WAIT_S = 20.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from service_peers import WAIT_S, ExecuteStream, FakeRouter, StartReplica, event
 from banyan.v1 import common_pb2, internal_pb2
 from seams.errors import LaunchError
 from seams.proof import session_token
-from worker.engine.core import EngineCore
+from worker.engine.core import FAILED_STEPS_MAX, EngineCore
 from worker.models.fake import fake_model
 from worker.service.replica import DRAIN_SETTLE_S
 
@@ -411,11 +412,10 @@ def test_a_stalled_engine_is_not_ready(
     eventually(lambda: not router.beats[-1].load.stalled)
 
 
-def test_an_engine_whose_loop_failed_is_not_ready(
-    router: FakeRouter, start_replica: StartReplica, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("worker.service.replica.WATCH_EVERY_S", 0.05)
-    replica = start_replica()
+def test_a_failed_engine_ends_the_replica(router: FakeRouter, start_replica: StartReplica) -> None:
+    """What it was serving may go on elsewhere; the launcher starts it anew."""
+    failed = threading.Event()
+    replica = start_replica(on_failure=failed.set)
     stream = router.execute()
     stream.submit("r", [1] * 20, credit_tokens=1)
     eventually(lambda: stream.emissions("r"))
@@ -425,12 +425,35 @@ def test_an_engine_whose_loop_failed_is_not_ready(
 
     replica._parts.engine._core.step = step
     stream.submit("s", [2] * 20)
+    assert failed.wait(WAIT_S)
+    assert stream.ended.wait(WAIT_S)
     for request_id in ("r", "s"):
-        error = stream.finished(request_id)[-1].error
-        assert error.code == grpc.StatusCode.INTERNAL.value[0] and "purpose" not in error.message
-    eventually(lambda: health(replica.address, "ready") == NOT_SERVING)
-    eventually(lambda: router.beats[-1].load.stalled)
-    assert health(replica.address, "") == SERVING
+        error = stream.emissions(request_id)[-1].error
+        assert error.error == "NoReplica" and "purpose" not in error.message
+    with pytest.raises(grpc.RpcError):
+        health(replica.address, "ready")
+
+
+def test_a_device_that_fails_every_step_ends_the_replica(
+    router: FakeRouter, start_replica: StartReplica
+) -> None:
+    """Or it would look idle and draw, and fail, every request of the cluster."""
+    failed = threading.Event()
+    replica = start_replica(on_failure=failed.set)
+    stream = router.execute()
+
+    def execute(plan: Any) -> Any:
+        raise RuntimeError("the device fell off the bus")
+
+    replica._parts.engine._core._model.execute = execute
+    said = []
+    for i in range(FAILED_STEPS_MAX):
+        assert not failed.is_set()
+        stream.submit(f"r{i}", [i + 1] * 20)
+        eventually(lambda i=i: stream.emissions(f"r{i}"))  # type: ignore[misc]
+        said.append(stream.emissions(f"r{i}")[-1].error.error)
+    assert said == ["InternalError"] * (FAILED_STEPS_MAX - 1) + ["NoReplica"]
+    assert failed.wait(WAIT_S)
 
 
 def test_two_replicas_never_share_a_port(start_replica: StartReplica) -> None:

@@ -48,6 +48,7 @@ from worker.models.base import Model
 Sampler = Callable[[torch.Tensor, Seq[SampleRow], Seq[int]], list[Sampled]]
 
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
+FAILED_STEPS_MAX = 3  # in a row: then it is the device, not the requests
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +80,8 @@ class EngineCore:
         self._times = StepTimes()
         self._arrivals = 0
         self._sequences = 0
-        self._steps = 0
+        self._steps = 0  # that succeeded
+        self._failed_steps = 0  # since the last that succeeded
         self._prompt_tokens = 0
         self._cached_tokens = 0
 
@@ -147,14 +149,13 @@ class EngineCore:
         """Counts for heartbeats."""
         scheduler, pool = self.scheduler, self.memory.pools[0]
         prefilling = sum(s.pending for s in scheduler.running if s.pending > 1)
-        parked = sum(s.pending for s in scheduler.parked.values())
         return EngineLoad(
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting) + len(scheduler.parked),
+            waiting=len(scheduler.waiting),
             blocks_total=pool.total,
             blocks_free=pool.free,
             blocks_cached=self.memory.available(0) - pool.free,
-            queued_prefill_tokens=scheduler.waiting.tokens + parked + prefilling,
+            queued_prefill_tokens=scheduler.waiting.tokens + prefilling,
             steps=self._steps,
             step_s=self._times.step_s,
             prefill_s_per_token=self._times.prefill_s_per_token,
@@ -173,7 +174,9 @@ class EngineCore:
         """Expire, schedule, compute, draw, emit. None if there was nothing to do.
 
         A failure of the model or the sampler ends the requests of this step, no others; one for
-        lack of memory is tried again with fewer tokens first.
+        lack of memory is tried again with fewer tokens first. Raises what failed once
+        FAILED_STEPS_MAX steps in a row have: then the engine cannot go on, and this step's requests
+        are not ended.
         """
         self._expire()
         scheduled = self.scheduler.plan()
@@ -196,7 +199,6 @@ class EngineCore:
             self._end(request, Finish.ERROR, error)
 
     def _execute(self, scheduled: Scheduled) -> None:
-        self._steps += 1
         started = self.clock.now()
         plan = scheduled.plan
         try:
@@ -206,9 +208,14 @@ class EngineCore:
             if isinstance(error, OUT_OF_MEMORY) and self.scheduler.take_back(scheduled):
                 _log.warning("step %d had too little memory; again in smaller ones", plan.step)
                 return  # nothing was taken over, so the same tokens are planned again
+            self._failed_steps += 1
+            if self._failed_steps >= FAILED_STEPS_MAX:
+                raise
             _log.exception("step %d failed; its requests end", plan.step)
             self._fail(sequence.request for sequence, _ in scheduled.rows)
             return
+        self._steps += 1
+        self._failed_steps = 0
         self.scheduler.grow_back()
         self._commit(scheduled, drawn)
         prefill = sum(count for _, count in scheduled.rows if count > 1)
@@ -363,12 +370,14 @@ class EngineCore:
         validate(spec, self._model.spec)
         if not self.memory.fits_alone(len(spec.token_ids)):
             raise OutOfBlocks("The prompt needs more memory than the replica has.")
-        queued = len(self.scheduler.waiting) + len(self.scheduler.parked)
-        if queued >= self._config.waiting_max:
+        full = ""
+        if len(self.scheduler.waiting) >= self._config.waiting_max:
+            full = "The replica's queue is full."
+        elif len(self._requests) >= self._config.requests_max:
+            full = "The replica holds as many requests as it can, paused ones included."
+        if full:
             tokens = self.load().queued_prefill_tokens
-            raise Overloaded(
-                "The replica's queue is full.", retry_after_s=self._times.estimate_s(tokens)
-            )
+            raise Overloaded(full, retry_after_s=self._times.estimate_s(tokens))
 
     # --- conservation ------------------------------------------------------------------------
 

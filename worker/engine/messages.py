@@ -96,7 +96,8 @@ class CacheOp:
 @dataclass(frozen=True)
 class EngineLoad:
     """A snapshot for heartbeats. Blocks are of group 0; times are smoothed, 0 = not measured.
-    `blocks_cached` are those eviction could free. `stalled`: the engine's loop failed for good."""
+    `waiting` and `queued_prefill_tokens` leave out what waits for credit. `blocks_cached` are
+    those eviction could free. `stalled`: the engine failed for good."""
 
     running: int = 0
     waiting: int = 0

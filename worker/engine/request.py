@@ -155,7 +155,7 @@ def validate(spec: EngineRequest, model: ModelSpec) -> None:
 def finish_reason(sequence: Sequence, eos_token_ids: tuple[int, ...]) -> Finish | None:
     """Whether the last generated token ends the choice. It must have one."""
     sampling, token = sequence.request.spec.sampling, sequence.tokens[-1]
-    if sequence.generated >= sampling.min_tokens:
+    if sampling.may_stop(sequence.generated - 1):
         if token in sampling.stop_token_ids:
             return Finish.STOP
         if token in eos_token_ids and not sampling.ignore_eos:

@@ -95,7 +95,7 @@ def _adjusted(
 
 def _masked_ids(row: SampleRow, eos_token_ids: Sequence[int], vocab: int) -> list[int]:
     """Tokens that would end the choice before min_tokens were generated."""
-    if row.position >= row.params.min_tokens:
+    if row.params.may_stop(row.position):
         return []
     ends = set(row.params.stop_token_ids)
     if not row.params.ignore_eos:

@@ -28,6 +28,11 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None
 
+    def may_stop(self, position: int) -> bool:
+        """Whether the token at `position`, from 0, may be a stop: the first `min_tokens` of the
+        output never are, as in transformers' min_new_tokens."""
+        return position >= self.min_tokens
+
     @property
     def needs_history(self) -> bool:
         """True if a penalty looks at earlier tokens."""

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from seams.errors import BanyanError, Cancelled, InternalError, InvalidRequest
+from seams.errors import BanyanError, Cancelled, InvalidRequest, NoReplica
 from worker.engine.client import OnStep
 from worker.engine.core import EngineCore
 from worker.engine.messages import (
@@ -32,8 +32,9 @@ _Command = Callable[[EngineCore], None]
 class ThreadEngine:
     """Runs `core`, which nobody else may touch from `start` on. Methods: see EngineClient.
 
-    If the loop itself fails, every live request ends with InternalError, later ones are refused
-    with it, and `load().stalled` says so until the process is replaced.
+    If the loop itself fails, or too many steps in a row, every live request ends with NoReplica (it
+    may go on elsewhere), later ones are refused with it, and `load().stalled` says so, in a last
+    StepOutput too, until the process is replaced.
     """
 
     def __init__(self, core: EngineCore) -> None:
@@ -159,21 +160,18 @@ class ThreadEngine:
             with self._changed:
                 stopping, self._commands = self._stopping, deque()
                 live, self._live = list(self._live.values()), {}
-            error: BanyanError = InternalError("The replica's engine has failed.")
-            self._end_unseen(live, Finish.ERROR, error)
+            self._end_unseen(live, NoReplica("The replica's engine has failed."))
             if stopping:
                 return
             with self._changed:
                 while not (self._stopping or self._commands):
                     self._changed.wait()
 
-    def _end_unseen(self, live: list[EngineRequest], finish: Finish, error: BanyanError) -> None:
+    def _end_unseen(self, live: list[EngineRequest], error: BanyanError) -> None:
         emissions = tuple(
-            Emission(request.request_id, 0, 0, finish=finish, error=error, last=True)
+            Emission(request.request_id, 0, 0, finish=Finish.ERROR, error=error, last=True)
             for request in live
         )
-        if not emissions:
-            return
         try:
             self._on_step(StepOutput(self._load.steps, emissions, (), self._load))
         except Exception:

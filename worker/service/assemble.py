@@ -48,6 +48,6 @@ def load_parts(config: ReplicaConfig) -> ReplicaParts:
 
 
 def build_replica(config: ReplicaConfig, on_failure: Callable[[], None] | None = None) -> Replica:
-    """A replica ready to `start`. `on_failure` is called if its server dies later on."""
+    """A replica ready to `start`. `on_failure` is called if its server or engine fails later on."""
     secret = read_secret(Path(config.secret_file))
     return Replica(config, load_parts(config), secret, on_failure)

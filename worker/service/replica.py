@@ -16,7 +16,7 @@ import uvloop
 
 from banyan.v1 import internal_pb2
 from seams.clock import Clock
-from seams.errors import NoReplica
+from seams.errors import InternalError, NoReplica
 from seams.rng import SystemRng
 from worker.config import ReplicaConfig
 from worker.engine.client import EngineClient
@@ -139,6 +139,7 @@ class Replica:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
+        self._engine_failed = asyncio.Event()
         engine = self._parts.engine
         self._dispatcher = Dispatcher(engine)
         self._events = EventHub(EventLog(self.config.replica, self.epoch), engine)
@@ -152,7 +153,8 @@ class Replica:
             await self._close()
 
     async def _until_stopped(self) -> None:
-        """Returns when asked to stop; raises what ended a task that was to run for ever."""
+        """Returns when asked to stop; raises if the engine fails, or what ended a task that was to
+        run for ever."""
         stopping = asyncio.ensure_future(self._stopping.wait())
         done, _ = await asyncio.wait([stopping, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -177,7 +179,12 @@ class Replica:
         watch = ProgressWatch(parts.clock, stall_s)
         self._tasks = [
             asyncio.create_task(part)
-            for part in (self._links.run(), self._events.marks(), self._watch(watch))
+            for part in (
+                self._links.run(),
+                self._events.marks(),
+                self._watch(watch),
+                self._until_engine_failed(),
+            )
         ]
 
     def _hello(self, priors: internal_pb2.Priors) -> internal_pb2.Hello:
@@ -215,6 +222,13 @@ class Replica:
     def _deliver(self, output: StepOutput) -> None:
         self._dispatcher.deliver(output)
         self._events.publish(output.cache_ops)
+        if output.load.stalled:
+            self._engine_failed.set()
+
+    async def _until_engine_failed(self) -> None:
+        """Raises then: the process must end, or it would look idle and draw every request."""
+        await self._engine_failed.wait()
+        raise InternalError("The replica's engine has failed.")
 
     async def _watch(self, watch: ProgressWatch) -> None:
         """Readiness follows progress (and draining); liveness is this loop answering at all."""
