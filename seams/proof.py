@@ -50,7 +50,8 @@ def token_digest(packed_ids: bytes, prompt_tokens: int) -> bytes:
 
 
 def seal(secret: bytes, body: bytes) -> bytes:
-    """A ticket: proof, then the body in the clear. It can be read but not made or changed."""
+    """A ticket: proof, then the body in the clear. It can be read but not made or changed,
+    so it holds no secret."""
     return _mac(secret, b"banyan/v1/ticket", body) + body
 
 

@@ -356,7 +356,7 @@ class DirectRequest(_message.Message):
     def __init__(self, ticket: _Optional[bytes] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., no_cache: bool = ...) -> None: ...
 
 class TicketBody(_message.Message):
-    __slots__ = ("request_id", "replica", "epoch", "root_id", "token_digest", "seed", "tenant", "salt", "private_from", "expires_unix_ms", "prompt_tokens", "priority")
+    __slots__ = ("request_id", "replica", "epoch", "root_id", "token_digest", "seed", "tenant", "private_from", "expires_unix_ms", "prompt_tokens", "priority")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -364,7 +364,6 @@ class TicketBody(_message.Message):
     TOKEN_DIGEST_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
-    SALT_FIELD_NUMBER: _ClassVar[int]
     PRIVATE_FROM_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -376,9 +375,8 @@ class TicketBody(_message.Message):
     token_digest: bytes
     seed: int
     tenant: str
-    salt: bytes
     private_from: int
     expires_unix_ms: int
     prompt_tokens: int
     priority: int
-    def __init__(self, request_id: _Optional[str] = ..., replica: _Optional[str] = ..., epoch: _Optional[int] = ..., root_id: _Optional[bytes] = ..., token_digest: _Optional[bytes] = ..., seed: _Optional[int] = ..., tenant: _Optional[str] = ..., salt: _Optional[bytes] = ..., private_from: _Optional[int] = ..., expires_unix_ms: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., replica: _Optional[str] = ..., epoch: _Optional[int] = ..., root_id: _Optional[bytes] = ..., token_digest: _Optional[bytes] = ..., seed: _Optional[int] = ..., tenant: _Optional[str] = ..., private_from: _Optional[int] = ..., expires_unix_ms: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...

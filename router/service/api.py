@@ -248,7 +248,6 @@ class Api(api_pb2_grpc.BanyanServicer):
             token_digest=token_digest(tokens_u32le(tokens), len(spec.prompt)),
             seed=spec.sampling.seed,
             tenant=tenant.name,
-            salt=tenant.salt,
             expires_unix_ms=time.time_ns() // 1_000_000 + ttl_ms,
             prompt_tokens=len(spec.prompt),
             priority=spec.priority,

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from banyan.v1 import common_pb2, internal_pb2
-from kvstore.keys import tokens_u32le
+from kvstore.keys import tenant_salt, tokens_u32le
+from router.tenants import Tenants
 from seams.errors import (
     BanyanError,
     InvalidRequest,
@@ -182,6 +183,7 @@ def test_errors_keep_code_sentence_and_push_back() -> None:
     (sent,) = frame.emissions
     assert frame.step == 9 and sent.last and sent.finish == common_pb2.FINISH_REASON_ERROR
     assert (sent.error.code, sent.error.message, sent.error.retry_after_ms) == (8, "Full.", 250)
+    assert sent.error.error == "Overloaded"
 
 
 def test_enum_numbers_agree_with_the_wire() -> None:
@@ -221,7 +223,6 @@ BODY = internal_pb2.TicketBody(
     token_digest=token_digest(tokens_u32le([1, 2]), 2),
     seed=77,
     tenant="t",
-    salt=b"salt",
     private_from=16,
     expires_unix_ms=1000,
     prompt_tokens=2,
@@ -247,10 +248,12 @@ def test_a_good_ticket_decides_what_the_client_must_not() -> None:
         opened(),
         "2/d",
         ROOTS,
+        SECRET,
         deadline_s=4.0,
         credit_tokens=32,
     )
-    assert (request.tenant, request.salt, request.private_from) == ("t", b"salt", 16)
+    assert (request.tenant, request.salt) == ("t", tenant_salt(SECRET, "t"))
+    assert request.private_from == 16
     assert (request.priority, request.sampling.seed, request.credit_tokens) == (1, 77, 32)
     assert request.deadline_s == 4.0 and request.request_id == "2/d"
 
@@ -291,11 +294,23 @@ def test_a_sealed_body_that_is_no_ticket() -> None:
 def test_a_ticket_holds_for_its_tokens_only(token_ids: list[int]) -> None:
     request = internal_pb2.DirectRequest(token_ids=token_ids)
     with pytest.raises(Unauthenticated, match="other tokens"):
-        convert.ticketed(request, opened(), "2/d", ROOTS, None, 32)
+        convert.ticketed(request, opened(), "2/d", ROOTS, SECRET, None, 32)
+
+
+@pytest.mark.parametrize("keys", [{}, {"key": "alice"}])
+def test_a_tickets_salt_is_the_one_routers_use(keys: dict[str, str]) -> None:
+    """Direct and routed requests of one tenant share what they may, and no ticket tells it."""
+    tenant = Tenants(keys, SECRET).identify("Bearer key" if keys else "")
+    sealed = opened(changed(tenant=tenant.name))
+    sampling = common_pb2.Sampling(max_tokens=4)
+    asked = internal_pb2.DirectRequest(token_ids=[1, 2], sampling=sampling)
+    request = convert.ticketed(asked, sealed, "2/d", ROOTS, SECRET, None, 32)
+    assert (request.tenant, request.salt) == (tenant.name, tenant.salt)
+    assert tenant.salt not in sealed.SerializeToString()
 
 
 def test_a_seed_other_than_the_tickets_is_refused() -> None:
     sampling = common_pb2.Sampling(seed=78)
     request = internal_pb2.DirectRequest(token_ids=[1, 2], sampling=sampling)
     with pytest.raises(InvalidRequest, match=r"Sampling\.seed"):
-        convert.ticketed(request, opened(), "2/d", ROOTS, None, 32)
+        convert.ticketed(request, opened(), "2/d", ROOTS, SECRET, None, 32)

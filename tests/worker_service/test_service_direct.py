@@ -11,9 +11,11 @@ from typing import Any
 import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from service_peers import WAIT_S, FakeRouter, StartReplica, eventually, ticket
+from service_peers import SECRET, WAIT_S, FakeRouter, StartReplica, eventually, ticket
 
 from banyan.v1 import api_pb2, common_pb2, internal_pb2, internal_pb2_grpc
+from kvstore.keys import tenant_salt
+from seams.errors import Overloaded
 from seams.textfiles import tokenizer_fingerprint
 from worker.models.fake import fake_model
 from worker.service.server import CHUNK_BYTES, DIRECT_CREDIT_TOKENS
@@ -104,6 +106,31 @@ def test_what_a_ticket_does_not_allow(router: FakeRouter, replica: Any, stub: An
         assert caught.value.code().name == code, name
         assert caught.value.details().endswith("."), name
     assert replica._dispatcher.running == 0
+
+
+def test_refusals_say_their_class_and_when_to_retry(
+    router: FakeRouter, replica: Any, stub: Any
+) -> None:
+    hello = router.attached()
+    with pytest.raises(grpc.RpcError) as caught:
+        list(stub.Stream(request(ticket(hello, PROMPT), max_tokens=4096), timeout=WAIT_S))
+    trailing = dict(caught.value.trailing_metadata())
+    assert trailing["banyan-error"] == "PromptTooLong" and "retry-after-ms" not in trailing
+    replica._dispatcher.refuses = Overloaded("Full.", retry_after_s=0.25)
+    with pytest.raises(grpc.RpcError) as caught:
+        list(stub.Stream(request(ticket(hello, PROMPT)), timeout=WAIT_S))
+    trailing = dict(caught.value.trailing_metadata())
+    assert trailing["banyan-error"] == "Overloaded" and trailing["retry-after-ms"] == "250"
+
+
+def test_a_direct_and_a_routed_request_of_a_tenant_share(router: FakeRouter, stub: Any) -> None:
+    hello, execute = router.attached(), router.execute()
+    salt = tenant_salt(SECRET, "alice")
+    execute.submit("routed", PROMPT, tenant="alice", salt=salt)
+    execute.finished("routed")
+    for tenant, cached in (("alice", len(PROMPT) - 1), ("bob", 0)):
+        frames = list(stub.Stream(request(ticket(hello, PROMPT, tenant=tenant)), timeout=WAIT_S))
+        assert frames[-1].emissions[-1].usage.cached_tokens == cached
 
 
 def test_cancelling_frees(router: FakeRouter, replica: Any, stub: Any) -> None:

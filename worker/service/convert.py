@@ -10,12 +10,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from banyan.v1 import common_pb2, internal_pb2
-from kvstore.keys import tokens_u32le
+from kvstore.keys import tenant_salt, tokens_u32le
 from seams.errors import BanyanError, InvalidRequest, ModelNotFound, PromptTooLong, Unauthenticated
 from seams.limits import check_message
 from seams.proof import matches, token_digest
+from seams.trailers import retry_after_ms
 from worker.engine.messages import CacheOp, Emission, EngineLoad, EngineRequest, RequestUsage
 from worker.engine.sampling import SamplingParams
+
+DEFAULT_TENANT = "default"  # the routers' name for everyone, where there are no API keys
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ def submitted(
         token_ids=token_ids,
         prompt_tokens=submit.prompt_tokens,
         sampling=sampling,
-        tenant=submit.tenant or "default",
+        tenant=submit.tenant or DEFAULT_TENANT,
         salt=submit.salt,
         private_from=submit.private_from,
         priority=submit.priority,
@@ -114,12 +117,14 @@ def ticketed(
     ticket: internal_pb2.TicketBody,
     engine_id: str,
     roots: Roots,
+    secret: bytes,
     deadline_s: float | None,
     credit_tokens: int,
 ) -> EngineRequest:
     """A direct client's request under an opened, unexpired ticket, checked against it.
 
-    The ticket decides whatever the client must not: root, tenant, salt, seed, priority. Raises
+    The ticket decides whatever the client must not: root, tenant, seed, priority; the client can
+    read it, so the tenant's salt is derived here, from the cluster's `secret`. Raises
     Unauthenticated if the tokens are not the sealed ones, else as `submitted`.
     """
     check_message(request)
@@ -132,14 +137,15 @@ def ticketed(
     if given.HasField("seed") and given.seed != ticket.seed:
         raise InvalidRequest("Sampling.seed differs from the ticket's.")
     _check_tokens(token_ids, ticket.prompt_tokens, given.n, root)
+    tenant = ticket.tenant or DEFAULT_TENANT
     sampling = sampling_params(given, ticket.seed, ticket.prompt_tokens, root.context_tokens)
     return EngineRequest(
         request_id=engine_id,
         token_ids=token_ids,
         prompt_tokens=ticket.prompt_tokens,
         sampling=sampling,
-        tenant=ticket.tenant or "default",
-        salt=ticket.salt,
+        tenant=tenant,
+        salt=tenant_salt(secret, tenant),
         private_from=ticket.private_from,
         priority=ticket.priority,
         deadline_s=deadline_s,
@@ -153,7 +159,8 @@ def status(error: BanyanError) -> common_pb2.Status:
     return common_pb2.Status(
         code=int(error.status),
         message=error.message,
-        retry_after_ms=int((error.retry_after_s or 0) * 1000),
+        retry_after_ms=retry_after_ms(error) or 0,
+        error=type(error).__name__,
     )
 
 

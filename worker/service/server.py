@@ -14,9 +14,10 @@ import grpc.aio
 
 from banyan.v1 import api_pb2, internal_pb2, internal_pb2_grpc
 from seams.clock import Clock
-from seams.errors import BanyanError, InternalError, ModelNotFound, Unauthenticated
+from seams.errors import BanyanError, InternalError, ModelNotFound, Overloaded, Unauthenticated
 from seams.limits import check_message
 from seams.textfiles import tokenizer_fingerprint
+from seams.trailers import trailing
 from worker.engine.messages import EngineRequest
 from worker.service.convert import Roots, submitted, ticketed
 from worker.service.dispatch import Dispatcher, FrameStream
@@ -48,7 +49,7 @@ def grpc_code(error: BanyanError) -> grpc.StatusCode:
 
 
 async def _abort(context: Context, error: BanyanError) -> NoReturn:
-    await context.abort(grpc_code(error), error.message)
+    await context.abort(grpc_code(error), error.message, trailing(error))
 
 
 def _session_of(context: Context) -> str:
@@ -104,9 +105,7 @@ class ReplicaService(internal_pb2_grpc.ReplicaServicer):
             reader.cancel()
             stream.end()
         if stream.overflowed:
-            await context.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, "The stream was not read fast enough."
-            )
+            await _abort(context, Overloaded("The stream was not read fast enough."))
 
     async def _read(
         self, requests: AsyncIterator[internal_pb2.ExecuteUp], stream: FrameStream
@@ -165,6 +164,7 @@ class ReplicaService(internal_pb2_grpc.ReplicaServicer):
                 ticket,
                 stream.engine_id(ticket.request_id),
                 self._roots,
+                who.secret,
                 _deadline_s(context, self._clock),
                 DIRECT_CREDIT_TOKENS,
             )
