@@ -100,7 +100,7 @@ class RouterCore:
         if load.steps != attached.work.reported.steps:  # an idle replica repeats old figures
             attached.estimates.learn_prefill_rate(load.prefill_s_per_token)
             attached.estimates.learn_step(load.step_s, load.running)
-        attached.work.report(load)
+        attached.report(load)
 
     def link_lost(self, replica: str, epoch: int) -> None:
         """See Core."""

@@ -2,8 +2,9 @@
 
 It knows hellos and heartbeats; not sockets, costs or which blocks a replica holds.
 
-ready -> suspect (its link broke, it reports a stall, or it missed half a lease of heartbeats; ready
-again with the next heartbeat) -> gone (the lease is over: forgotten). Draining is final.
+ready -> suspect (its link broke, it reports a stall and has not stepped since, or it missed half a
+lease of heartbeats; ready again with the next heartbeat) -> gone (the lease is over: forgotten).
+Draining is final.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Replica:
     window_groups: list[tuple[int, int]] = field(default_factory=list)  # (group, blocks needed)
     link_up: bool = True
     draining: bool = False
+    stalled_at: int | None = None  # its step count when it last reported a stall, if still that
 
     def __post_init__(self) -> None:
         self.greet(self.hello, self.seen_s)
@@ -77,9 +79,18 @@ class Replica:
         if self.draining:
             return DRAINING
         late = now_s - self.seen_s > self.lease_s / 2
-        if late or not self.link_up or self.work.reported.stalled:
+        if late or not self.link_up or self.stalled_at is not None:
             return SUSPECT
         return READY
+
+    def report(self, load: internal_pb2.Load) -> None:
+        """Its own figures arrived. A stall whose requests were taken away looks idle: only a
+        further step proves that it is over."""
+        if load.stalled:
+            self.stalled_at = load.steps
+        elif load.steps != self.stalled_at:
+            self.stalled_at = None
+        self.work.report(load)
 
     def device_blocks(self) -> tuple[int, int]:
         """(free, evictable) blocks of group 0, from the last report or else the hello."""
@@ -147,12 +158,16 @@ class Fleet:
     def candidates(
         self, model: str, root_id: RootId, excluded: Iterable[str], now_s: float
     ) -> list[Replica]:
-        """Who may serve: the ready replicas; the suspect ones only if there is no ready one."""
+        """Who may serve: the ready replicas; the suspect ones only if there is no ready one. One
+        that is stalled right now never: what is sent there only waits.
+        """
         out = set(excluded)
         serving: dict[str, list[Replica]] = {READY: [], SUSPECT: [], DRAINING: []}
         for replica in self.replicas.values():
             served = replica.served.get(model)
-            if served is not None and served.root_id == root_id and replica.name not in out:
+            if replica.name in out or replica.work.reported.stalled:
+                continue
+            if served is not None and served.root_id == root_id:
                 serving[replica.state(now_s)].append(replica)
         return serving[READY] or serving[SUSPECT]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import grpc
@@ -52,14 +53,28 @@ def dial(address: str) -> grpc.aio.Channel:
 
 
 class Executor:
-    """Lives on the event loop that made it. `broken` is final: then a new one must be made."""
+    """Lives on the event loop that made it. `broken` is final: then a new one must be made.
 
-    def __init__(self, replica: str, epoch: int, address: str, token: str, clock: Clock) -> None:
+    `connected` once the replica has been reached; `on_connected` is called then.
+    """
+
+    def __init__(
+        self,
+        replica: str,
+        epoch: int,
+        address: str,
+        token: str,
+        clock: Clock,
+        on_connected: Callable[[], None],
+    ) -> None:
         self.replica = replica
         self.epoch = epoch
         self.broken = False
+        self.connected = False
+        self.made_s = clock.now()
         self._clock = clock
-        self._heard_s = clock.now()
+        self._on_connected = on_connected
+        self._heard_s = self.made_s
         self._receivers: dict[str, Receiver] = {}
         self._waiting: deque[internal_pb2.ExecuteUp] = deque()
         self._wake = asyncio.Event()
@@ -67,7 +82,7 @@ class Executor:
 
     @property
     def silent_s(self) -> float:
-        """How long the replica has sent no frame."""
+        """How long the replica has sent no frame although it had something to do."""
         return self._clock.now() - self._heard_s
 
     @property
@@ -78,6 +93,8 @@ class Executor:
     def submit(self, receiver: Receiver, submit: internal_pb2.Submit) -> None:
         """Queue a request; its emissions go to `receiver` until the last one or `forget`."""
         assert not self.broken and submit.request_id not in self._receivers
+        if not self._receivers:
+            self._heard_s = self._clock.now()
         self._receivers[submit.request_id] = receiver
         self._put(internal_pb2.ExecuteUp(submit=submit))
 
@@ -118,6 +135,9 @@ class Executor:
                 call = stub.Execute(metadata=((SESSION_KEY, token),))
                 sender = asyncio.create_task(self._send(call))
                 try:
+                    await call.wait_for_connection()
+                    self.connected = True
+                    self._on_connected()
                     await self._read(call)
                 finally:
                     sender.cancel()

@@ -30,6 +30,7 @@ from seams.proof import NONCE_BYTES, matches, replica_proof, router_proof, sessi
 from seams.rng import Rng
 
 HANDSHAKE_S_MAX = 10.0
+DIAL_AGAIN_S = 1.0  # a replica that was not reached; a connection that broke is dialled at once
 LOOK_AGAIN_S = 1.0  # who waits for a replica looks again so often, told or not
 MODELS_KNOWN_MAX = 1024
 KNOWN_S = 600.0  # a model without a replica is awaited for so long, then it is unknown
@@ -43,6 +44,7 @@ class Session:
     hello: internal_pb2.Hello
     executor: Executor | None = None
     open: bool = True
+    stalled: bool = False  # by its last heartbeat
     gone: bool = False  # its lease is over; running streams are judged by their own Execute stream
 
 
@@ -82,9 +84,22 @@ class Fleet(internal_pb2_grpc.FleetServicer):
             return None
         if session.executor is None or session.executor.broken:
             session.executor = Executor(
-                replica, epoch, session.hello.address, session.tokens["execute"], self._clock
+                replica,
+                epoch,
+                session.hello.address,
+                session.tokens["execute"],
+                self._clock,
+                self.wake,
             )
         return session.executor
+
+    def reached_anew(self, replica: str, epoch: int, broken: Executor) -> bool:
+        """Whether another connection than the one that broke leads to the replica's epoch now."""
+        session = self._sessions.get(replica)
+        if session is None or session.hello.epoch != epoch or session.executor is None:
+            return False
+        executor = session.executor
+        return executor is not broken and executor.connected and not executor.broken
 
     def served(self, name: str) -> Served | None:
         """A model by name, as served now or until lately; None if nobody knows it."""
@@ -113,7 +128,8 @@ class Fleet(internal_pb2_grpc.FleetServicer):
         return True
 
     def tick(self) -> None:
-        """Let leases run out. Streams of a gone replica end if it is silent on them as well."""
+        """Let leases run out and dial what broke. The streams of a gone or stalled replica end,
+        to be moved, if it is silent on them as well."""
         lease_s = self._config.lease_ms / 1000
         for replica, epoch in self._core.tick():
             note(logging.WARNING, "replica gone", replica=replica, epoch=epoch)
@@ -126,7 +142,19 @@ class Fleet(internal_pb2_grpc.FleetServicer):
             if session.gone and silent:
                 self._drop(session, ReplicaLost("The replica was lost."))
                 del self._sessions[replica]
+            elif session.stalled and executor is not None and executor.streams and silent:
+                note(logging.WARNING, "replica stalled", replica=replica, streams=executor.streams)
+                executor.close(ReplicaLost("The replica does not get on."))
+            elif session.open:
+                self._dial_again(session)
         self._remember_models()
+
+    def _dial_again(self, session: Session) -> None:
+        executor = session.executor
+        if executor is None or not executor.broken:
+            return
+        if executor.connected or self._clock.now() - executor.made_s > DIAL_AGAIN_S:
+            self.executor(session.hello.replica, session.hello.epoch)
 
     def _remember_models(self) -> None:
         now_s = self._clock.now()
@@ -254,6 +282,7 @@ class Fleet(internal_pb2_grpc.FleetServicer):
                     return
                 check_message(up)
                 if up.HasField("heartbeat"):
+                    session.stalled = up.heartbeat.load.stalled
                     self._core.heartbeat(hello.replica, hello.epoch, up.heartbeat)
                 elif up.HasField("hello"):
                     await self._hello_again(session, up.hello)

@@ -93,7 +93,8 @@ class Relay:
         self._id = stream.spec.request_id
         self._executor: Executor | None = None  # while a request of ours runs there
         self._booked = False
-        self._dead: set[tuple[str, int]] = set()  # (replica, epoch) that failed this stream
+        # (replica, epoch) that failed this stream; the connection, if that is what broke
+        self._failed: dict[tuple[str, int], Executor | None] = {}
         self._numeric_class = ""  # of the replica the stream ran on last
         self._wake = asyncio.Event()
 
@@ -178,8 +179,17 @@ class Relay:
     def _request(self) -> PlaceRequest:
         if self._stream.error is not None:  # stopped while it waited
             raise self._stream.error
-        dead = frozenset(name for name, epoch in self._dead if self._fleet.epoch(name) == epoch)
-        return self._stream.place_request(dead, self._numeric_class)
+        return self._stream.place_request(self._excluded(), self._numeric_class)
+
+    def _excluded(self) -> frozenset[str]:
+        """Replicas that failed this stream and are still the same. One whose connection broke is
+        as good as any other once it was reached again: the stream's attempts are bounded."""
+        fleet = self._fleet
+        for (name, epoch), broken in list(self._failed.items()):
+            anew = broken is not None and fleet.reached_anew(name, epoch, broken)
+            if anew or fleet.epoch(name) != epoch:
+                del self._failed[name, epoch]
+        return frozenset(name for name, _ in self._failed)
 
     def _wait_for_place_s(self) -> float:
         loss = self._stream.last_loss
@@ -211,7 +221,9 @@ class Relay:
         if self._stream.phase is Phase.PLACING:
             placement = self._stream.placement
             assert placement is not None
-            self._dead.add((placement.replica, placement.epoch))
+            executor = self._executor
+            broken = executor if executor is not None and executor.broken else None
+            self._failed[placement.replica, placement.epoch] = broken
             self._numeric_class = self._fleet.numeric_class(placement.replica)
             note(logging.INFO, "stream moves", request_id=self._id, replica=placement.replica)
             self._release()

@@ -268,9 +268,14 @@ def test_draining_and_stalled_replicas_get_nothing_new(core: RouterCore) -> None
     core.heartbeat("r1", 1, internal_pb2.Heartbeat(draining=True))
     core.heartbeat("r2", 1, internal_pb2.Heartbeat(load=internal_pb2.Load(stalled=True)))
     assert states(core) == {"r1": "draining", "r2": "suspect"}
-    assert core.place(request_of("q1", prompt(1, 4))).replica == "r2", "nobody else serves"
+    with pytest.raises(NoReplica):
+        core.place(request_of("q1", prompt(1, 4)))
     core.heartbeat("r1", 1, BEAT)
     core.heartbeat("r2", 1, BEAT)
+    assert states(core) == {"r1": "draining", "r2": "suspect"}, "it has not stepped since"
+    assert core.place(request_of("q1", prompt(1, 4))).replica == "r2", "nobody else serves"
+    stepped = internal_pb2.Load(steps=BEAT.load.steps + 1)
+    core.heartbeat("r2", 1, internal_pb2.Heartbeat(load=stepped))
     assert states(core) == {"r1": "draining", "r2": "ready"}, "draining is final"
     with pytest.raises(NoReplica):
         core.place(request_of("q2", prompt(1, 4), excluded=frozenset({"r2"})))

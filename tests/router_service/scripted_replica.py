@@ -119,13 +119,16 @@ class ScriptedReplica(internal_pb2_grpc.ReplicaServicer):
         self.runs: dict[str, _Run] = {}
         self.attached = asyncio.Event()
         self.refusal = ""
+        self.refused_as = ""
         self.events_seen: list[internal_pb2.EventControl] = []
         self.draining = False
+        self.stalled = False
         self.beating = True
         self.tokens: set[str] = set()
         self.address = ""
         self._server: grpc.aio.Server | None = None
         self._links: list[asyncio.Task[None]] = []
+        self._executes: list[Any] = []  # contexts of the open Execute streams
         self._seq = 0
         self.dead = False
         self.change_hello: Callable[[internal_pb2.Hello], None] = lambda hello: None
@@ -149,6 +152,13 @@ class ScriptedReplica(internal_pb2_grpc.ReplicaServicer):
         if self._server is not None:
             await self._server.stop(0)
         await asyncio.gather(*self._links, return_exceptions=True)
+
+    def cut(self) -> None:
+        """Every Execute stream breaks; the replica lives on."""
+        executes, self._executes = self._executes, []
+        for context in executes:
+            end = context.abort(grpc.StatusCode.UNAVAILABLE, "cut")
+            self._links.append(asyncio.create_task(end))
 
     # ---- what it says of itself ------------------------------------------------------------------
 
@@ -203,6 +213,7 @@ class ScriptedReplica(internal_pb2_grpc.ReplicaServicer):
             down = await call.read()
             if down is grpc.aio.EOF or down.HasField("refusal"):
                 self.refusal = "ended" if down is grpc.aio.EOF else down.refusal.message
+                self.refused_as = "" if down is grpc.aio.EOF else down.refusal.error
                 self.attached.set()
                 return
             token = session_token(SECRET, "events", nonce, challenge.nonce)
@@ -211,7 +222,12 @@ class ScriptedReplica(internal_pb2_grpc.ReplicaServicer):
             self.attached.set()
             while True:
                 if self.beating:
-                    load = internal_pb2.Load(blocks_total=4096, blocks_free=4096, steps=1)
+                    load = internal_pb2.Load(
+                        blocks_total=4096,
+                        blocks_free=4096,
+                        steps=1 + self.emitted,
+                        stalled=self.stalled,
+                    )
                     beat = internal_pb2.Heartbeat(load=load, draining=self.draining)
                     await call.write(up(heartbeat=beat))
                 await asyncio.sleep(down.welcome.heartbeat_ms / 1000)
@@ -243,6 +259,7 @@ class ScriptedReplica(internal_pb2_grpc.ReplicaServicer):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no session")
         mine: list[_Run] = []
         write = _one_at_a_time(context.write)
+        self._executes.append(context)
         try:
             async for up in requests:
                 await self._take(up, write, mine)

@@ -7,7 +7,7 @@ import asyncio
 import grpc
 import grpc.aio
 import pytest
-from loopback_cluster import Cluster, cluster, prompt, run
+from loopback_cluster import Answer, Cluster, cluster, prompt, run
 from scripted_replica import SECRET, Script, ScriptedReplica, expected
 
 from banyan.v1 import api_pb2, internal_pb2, internal_pb2_grpc
@@ -147,6 +147,7 @@ def test_text_files_with_another_fingerprint_are_refused() -> None:
             await replica.attached.wait()
             c.replicas.append(replica)
             assert "fingerprints" in replica.refusal and not c.core.state()
+            assert replica.refused_as == "Incompatible"
 
     run(scenario())
 
@@ -324,6 +325,76 @@ def test_a_newer_epoch_ends_the_old_ones_streams_at_once() -> None:
             await late.attached.wait()
             c.replicas.append(late)
             assert "newer start" in late.refusal
+
+    run(scenario())
+
+
+async def _on_the_wedged(c: Cluster) -> asyncio.Task[Answer]:
+    """Starts a stream on w0, which emits nothing, and says so."""
+    c.replicas[1].draining = True  # for a moment: the wedged one is taken
+    await c.until(lambda: _state(c, "w1") == "draining")
+    call = asyncio.create_task(c.generate(prompt("abc", max_tokens=4, seed=1)))
+    await c.until(lambda: bool(c.replicas[0].submits))
+    c.replicas[0].stalled = True
+    return call
+
+
+def test_streams_of_a_stalled_replica_move_once_it_is_silent() -> None:
+    async def scenario() -> None:
+        async with cluster(Script(token_s=60.0), Script(), queue_wait_s_max=5.0) as c:
+            call = await _on_the_wedged(c)
+            await c.add("w2", Script())
+            answer = await call
+            assert answer.ids() == expected(list(b"abc"), 1, 4) and answer.usage.moves == 1
+            assert c.core.state(), "it was never gone"
+            await c.until(lambda: c.replicas[0].runs != {})
+            for i in range(4):
+                assert (await c.generate(prompt(f"{i}"))).started[0].replica == "w2"
+            c.replicas[0].stalled = False  # it has nothing to do any more: that proves nothing
+            await asyncio.sleep(0.2)
+            for i in range(4):
+                assert (await c.generate(prompt(f"{i}"))).started[0].replica == "w2"
+            await c.quiet()
+
+    run(scenario())
+
+
+def test_a_stalled_replica_that_still_sends_keeps_its_streams() -> None:
+    async def scenario() -> None:
+        async with cluster(Script(token_s=0.02)) as c:
+            c.replicas[0].script.before_token = lambda r, *_: setattr(r, "stalled", True)
+            answer = await c.generate(prompt("abc", max_tokens=80, seed=1))
+            assert answer.ids() == expected(list(b"abc"), 1, 80) and answer.usage.moves == 0
+
+    run(scenario())
+
+
+def test_silence_counts_from_when_there_was_something_to_say() -> None:
+    async def scenario() -> None:
+        async with cluster(Script(token_s=60.0)) as c:
+            executor = c.server._fleet._sessions["w0"].executor
+            assert executor is not None
+            await c.until(lambda: executor.silent_s > 0.7)
+            call = asyncio.create_task(c.generate(prompt()))
+            await c.until(lambda: bool(c.replicas[0].submits))
+            assert executor.silent_s < 0.5
+            call.cancel()
+
+    run(scenario())
+
+
+def test_nothing_new_goes_to_a_replica_while_it_is_stalled() -> None:
+    async def scenario() -> None:
+        async with cluster(Script(), queue_wait_s_max=0.3) as c:
+            replica = c.replicas[0]
+            replica.stalled = True
+            await c.until(lambda: _state(c, "w0") == "suspect")
+            answer = await c.generate(prompt())
+            assert answer.code is grpc.StatusCode.UNAVAILABLE and not replica.submits
+            replica.stalled = False
+            await asyncio.sleep(0.2)
+            assert (await c.generate(prompt())).code is grpc.StatusCode.OK, "the only one"
+            await c.until(lambda: _state(c, "w0") == "ready")
 
     run(scenario())
 

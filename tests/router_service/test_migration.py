@@ -272,11 +272,52 @@ def test_an_execute_stream_that_breaks_alone_is_dialled_again() -> None:
         async with cluster(Script(token_s=0.01)) as c:
             call = asyncio.create_task(c.generate(prompt(max_tokens=50)))
             await asyncio.sleep(0.2)
+            began_s = time.monotonic()
             session = c.server._fleet._sessions["w0"]
             assert session.executor is not None
             session.executor._task.cancel()
-            await call  # this one is lost: its only replica has just failed it
+            assert (await call).code is grpc.StatusCode.OK
+            assert time.monotonic() - began_s < 1.9, "it did not wait for its time to be over"
             answer = await c.generate(prompt(max_tokens=3))
             assert answer.code is grpc.StatusCode.OK
+
+    run(scenario())
+
+
+def test_streams_of_a_lone_replica_survive_broken_connections() -> None:
+    """Each cut is followed by a token before the next: that renews the budget of attempts."""
+
+    async def scenario() -> None:
+        async with cluster(Script(token_s=0.01)) as c:
+            replica = c.replicas[0]
+            calls = [
+                asyncio.create_task(c.generate(prompt(f"a{i}", max_tokens=80, seed=i)))
+                for i in range(4)
+            ]
+            for cut in range(3):
+                await c.until(lambda: len(replica.submits) == 4 * (cut + 1))  # noqa: B023
+                before = replica.emitted
+                await c.until(lambda: replica.emitted > before + 20)  # noqa: B023
+                replica.cut()
+            for i, answer in enumerate(await asyncio.gather(*calls)):
+                assert answer.code is grpc.StatusCode.OK, answer.details
+                assert answer.ids() == expected(list(f"a{i}".encode()), i, 80)
+                assert answer.usage.moves == 3
+            await c.quiet()
+
+    run(scenario())
+
+
+def test_a_connection_that_breaks_before_every_token_ends_the_stream() -> None:
+    async def scenario() -> None:
+        def cut(replica: ScriptedReplica, submit: internal_pb2.Submit, position: int) -> None:
+            replica.cut()
+
+        async with cluster(Script(before_token=cut, token_s=0.05)) as c:
+            answer = await c.generate(prompt())
+            assert answer.code is grpc.StatusCode.UNAVAILABLE
+            assert answer.trailing["banyan-error"] == "ReplicaLost"
+            assert len(c.replicas[0].submits) == 2
+            await c.quiet()
 
     run(scenario())
