@@ -8,19 +8,14 @@ from typing import Any
 import grpc
 
 from banyan.v1 import api_pb2_grpc, internal_pb2_grpc
+from seams.channels import CHANNEL_OPTIONS
 from seams.errors import BanyanError, NoReplica, from_status
-from seams.limits import MESSAGE_BYTES_MAX
 
 OPTIONS: list[tuple[str, Any]] = [
-    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.enable_retries", 0),  # retries are ours: only we know what has arrived
+    *CHANNEL_OPTIONS,
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.min_reconnect_backoff_ms", 5_000),  # also how long a connection may take to greet
-    ("grpc.keepalive_time_ms", 10_000),  # a router that hangs is found out while a call waits
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.enable_http_proxy", 0),
 ]
 RETRY_AFTER_KEY = "retry-after-ms"
 ERROR_KEY = "banyan-error"  # the error's class: several share one code

@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+# Threads of a matrix product sleep while they wait: spinning beside any busy neighbour makes a step
+# ten times slower. Before torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 
 @pytest.fixture(scope="session")
 def demo_model() -> Path:

@@ -18,21 +18,12 @@ import grpc.aio
 from banyan.v1 import internal_pb2, internal_pb2_grpc
 from router.service.logs import note
 from router.service.status import EOF
+from seams.channels import CHANNEL_OPTIONS, OWN_CONNECTION
 from seams.clock import Clock
 from seams.errors import BanyanError, ReplicaLost
-from seams.limits import MESSAGE_BYTES_MAX
 
 SESSION_KEY = "banyan-session"
 WAITING_MAX = 1 << 16  # messages to a replica that does not read
-CHANNEL_OPTIONS: list[tuple[str, Any]] = [
-    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.use_local_subchannel_pool", 1),  # a broken connection is never another stream's
-    ("grpc.enable_retries", 0),
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.keepalive_time_ms", 10_000),  # a host that vanished ends the stream, too
-    ("grpc.keepalive_timeout_ms", 5_000),
-]
 
 
 class Receiver(Protocol):
@@ -49,7 +40,7 @@ class Receiver(Protocol):
 
 def dial(address: str) -> grpc.aio.Channel:
     """A connection of its own to a replica."""
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.aio.insecure_channel(address, options=[*CHANNEL_OPTIONS, OWN_CONNECTION])
 
 
 class Executor:

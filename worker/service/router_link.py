@@ -16,8 +16,8 @@ import grpc
 import grpc.aio
 
 from banyan.v1 import internal_pb2, internal_pb2_grpc
+from seams.channels import CHANNEL_OPTIONS, OWN_CONNECTION
 from seams.errors import BanyanError, Unauthenticated, from_status
-from seams.limits import MESSAGE_BYTES_MAX
 from seams.proof import NONCE_BYTES, matches, replica_proof, router_proof, session_token
 from seams.rng import Rng
 from worker.service.events import EventHub
@@ -32,15 +32,7 @@ BACKOFF_S_MAX = 0.5  # a router that is back is found again at once; a refused c
 REFUSED_RETRY_S = 30.0
 HEARTBEAT_MS_MIN, HEARTBEAT_MS_MAX = 20, 60_000
 _EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
-_OPTIONS = [
-    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.use_local_subchannel_pool", 1),  # one connection per channel
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.enable_retries", 0),
-    ("grpc.keepalive_time_ms", 10_000),  # a router whose host vanished is dialled again
-    ("grpc.keepalive_timeout_ms", 5_000),
-]
+_OPTIONS = [*CHANNEL_OPTIONS, OWN_CONNECTION]
 
 
 class _Ended(Exception):
@@ -103,6 +95,7 @@ class RouterLink:
         self._beat_now = asyncio.Event()
         self._reason = ""  # of the last failure, so that each is logged once
         self.attached = False
+        self.refusal = ""  # why the router refused this replica, until it takes it
 
     def beat(self) -> None:
         """Send the present state at once instead of at the next regular time."""
@@ -116,6 +109,7 @@ class RouterLink:
             try:
                 await self._attach(backoff)
             except _Refused as refusal:
+                self.refusal = refusal.reason
                 self._note(logging.WARNING, refusal.reason)
                 wait_s = REFUSED_RETRY_S * (0.5 + 0.5 * self._context.rng.random())
             except Exception as error:  # whatever it was, the next attempt may succeed
@@ -169,7 +163,7 @@ class RouterLink:
         beat_ms = min(max(welcome.heartbeat_ms, HEARTBEAT_MS_MIN), HEARTBEAT_MS_MAX)
         session = _Session(welcome.router, beat_ms / 1000, token)
         log.info("attached to router %s", session.router)
-        self._reason = ""
+        self._reason = self.refusal = ""
         self.attached = True
         try:
             await _until_first(self._beats(call, session), self._downs(call), self._events(session))
