@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from typing import Any
 
 import ray
@@ -15,6 +16,7 @@ import ray
 from worker.service.actor import ReplicaActor
 
 DRAIN_S_MAX = 20.0
+POLL_S = 0.2
 
 
 def report(**fields: Any) -> None:
@@ -43,13 +45,11 @@ def sentence(error: BaseException) -> str:
     return (text.splitlines() or [type(error).__name__])[-1].strip()
 
 
-def start(order: dict[str, Any]) -> int:
-    """Create every replica's actor and wait until each has built its model and listens."""
-    connect(order)
+def place(order: dict[str, Any]) -> dict[str, Any]:
+    """Create every replica's actor; returns them by name."""
     make = ray.remote(ReplicaActor)
-    waiting = {}
-    for replica in order["replicas"]:
-        actor = make.options(
+    return {
+        replica["config"]["replica"]: make.options(
             name=replica["config"]["replica"],
             lifetime="detached",
             namespace=order["namespace"],
@@ -60,17 +60,50 @@ def start(order: dict[str, Any]) -> int:
             num_gpus=replica["gpus"],
             runtime_env={"env_vars": replica["env"]},
         ).remote(replica["config"])
-        waiting[actor.address.remote()] = replica["config"]["replica"]
-    report(event="placed", replicas=list(waiting.values()))
-    while waiting:
-        done, _ = ray.wait(list(waiting), num_returns=1)
-        name = waiting.pop(done[0])
-        try:
-            report(event="ready", replica=name, address=ray.get(done[0]))
-        except Exception as error:
-            report(event="failed", replica=name, message=sentence(error))
-            return 1
+        for replica in order["replicas"]
+    }
+
+
+def start(order: dict[str, Any]) -> int:
+    """Place all replicas and wait until each has built its model and is attached to its routers.
+
+    Ends with 1 at the first that cannot be built or that a router refuses: it would stay so.
+    """
+    connect(order)
+    actors = place(order)
+    routers = {r["config"]["replica"]: len(r["config"]["routers"]) for r in order["replicas"]}
+    report(event="placed", replicas=list(actors))
+    building = {actor.address.remote(): name for name, actor in actors.items()}
+    attaching: set[str] = set()
+    while building or attaching:
+        done = ray.wait(list(building), num_returns=1, timeout=POLL_S)[0] if building else []
+        for reference in done:
+            name = building.pop(reference)
+            try:
+                report(event="ready", replica=name, address=ray.get(reference))
+            except Exception as error:
+                report(event="failed", replica=name, message=sentence(error))
+                return 1
+            attaching.add(name)
+        for name in sorted(attaching):
+            attached, refusal = standing(actors[name])
+            if refusal:
+                report(event="failed", replica=name, message=f"{name} is refused: {refusal}")
+                return 1
+            if attached >= routers[name]:
+                attaching.remove(name)
+        if not building:
+            time.sleep(POLL_S)
     return 0
+
+
+def standing(actor: Any) -> tuple[int, str]:
+    """How many routers have taken a replica, and why one refuses it ("": none does)."""
+    try:
+        said = ray.get(actor.describe.remote())
+    except ray.exceptions.RayError:  # it died: Ray starts it anew, and the routers will see that
+        return 0, ""
+    return said["attached"], said["refusal"]
 
 
 def stop(order: dict[str, Any]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +31,17 @@ def test_replica_that_cannot_start(banyan: Banyan, options: list[str], expected:
     assert done.returncode == 1 and "Traceback" not in done.stderr
     line = done.stderr.strip().splitlines()[-1]
     assert line.startswith("error: ") and expected in line
+
+
+def test_replica_that_routers_refuse(banyan: Banyan, tmp_path: Path, demo_model: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(demo_model, damaged)
+    tokenizer = (damaged / "tokenizer.json").read_bytes()
+    (damaged / "tokenizer.json").write_bytes(tokenizer[: len(tokenizer) // 2])
+    done = banyan(*UP, "--model", str(damaged), "--routers", "2", "--pool-gib", "0.2")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    expected = "error: replica-0 is refused: The model's tokenizer.json cannot be read."
+    assert done.stderr.strip().splitlines()[-1] == expected
 
 
 def begin(home: Path, until: str) -> subprocess.Popen[bytes]:

@@ -204,12 +204,16 @@ def test_a_refusal_is_logged_once_and_tried_again(
     monkeypatch.setattr(router_link, "REFUSED_RETRY_S", 0.1)
     router.refuse = common_pb2.Status(code=9, message="The probe chain differs.")
     with caplog.at_level(logging.INFO):
-        start_replica()
+        replica = start_replica()
         eventually(lambda: router.attempts >= 4)
     said = [r.getMessage() for r in caplog.records if "probe chain" in r.getMessage()]
     assert len(said) == 1
+    standing = replica.describe()
+    assert (standing["attached"], standing["refusal"]) == (0, "The probe chain differs.")
     router.refuse = None
     serve(router, 1)
+    eventually(lambda: replica.describe()["attached"] == 1)
+    assert replica.describe()["refusal"] == ""
 
 
 # ---- events -------------------------------------------------------------------------------------

@@ -40,7 +40,8 @@ class ReplicaActor:
         return self._replica.address
 
     def describe(self) -> dict[str, Any]:
-        """Plain values: replica, pid, epoch, address, served_name and what the model is."""
+        """Plain values: replica, pid, epoch, address, what it serves, and how its routers
+        take it: `attached` (how many do), `refusal` (why one does not, "" if none refuses)."""
         return self._replica.describe()
 
     def drain(self, grace_s: float = 60.0) -> bool:

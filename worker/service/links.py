@@ -49,7 +49,12 @@ class Links:
     @property
     def attached(self) -> int:
         """How many routers this replica is attached to now."""
-        return sum(link.attached for link, _ in self._links.values())
+        return sum(link.attached for link, _ in list(self._links.values()))
+
+    @property
+    def refusal(self) -> str:
+        """Why a router refuses this replica, "" if none does. From any thread, as `attached`."""
+        return next((link.refusal for link, _ in list(self._links.values()) if link.refusal), "")
 
     def beat(self) -> None:
         """Tell every attached router the present state at once."""

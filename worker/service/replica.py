@@ -117,6 +117,8 @@ class Replica:
             "numeric_class": self._parts.spec.numeric_class,
             "blocks": list(self._parts.blocks),
             "context_tokens": self._served.context_tokens,
+            "attached": self._links.attached,
+            "refusal": self._links.refusal,
         }
 
     def _call(self, work: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
