@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 from dataclasses import dataclass, field
@@ -96,8 +97,12 @@ def check(spec: ClusterSpec) -> None:
         raise LaunchError("--device must be auto, cpu or cuda.")
     if spec.dtype not in ("auto", "bf16", "fp16", "fp32"):
         raise LaunchError("--dtype must be auto, bf16, fp16 or fp32.")
-    if spec.pool_gib is not None and spec.pool_gib <= 0:
+    if spec.pool_gib is not None and not 0 < spec.pool_gib < math.inf:
         raise LaunchError("--pool-gib must be more than 0.")
+    if spec.context_tokens < 0:
+        raise LaunchError("--context-tokens must not be negative.")
+    if not spec.timeout_s > 0:  # nan too; inf is no limit
+        raise LaunchError("--timeout-s must be more than 0.")
     if uses_gpu(spec) and not spec.ray_address and spec.replicas > gpus():
         raise LaunchError(
             f"{spec.replicas} replicas need a GPU each and this machine has {gpus()}: "
