@@ -102,7 +102,10 @@ def load(name: str) -> ClusterRecord | None:
     except OSError as error:
         raise LaunchError(f"The state file of cluster {name} cannot be read.") from error
     except (ValueError, TypeError, KeyError) as error:
-        raise LaunchError(f"The state file of cluster {name} is damaged.") from error
+        raise LaunchError(
+            f"The state file of cluster {name} is damaged, so what it started cannot be found: end "
+            f"what is left of its routers and of Ray, then remove {folder(name) / STATE_FILE}."
+        ) from error
 
 
 def _from_json(fields: dict[str, Any]) -> ClusterRecord:

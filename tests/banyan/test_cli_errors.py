@@ -105,11 +105,14 @@ def test_unreachable_router(banyan: Banyan) -> None:
     assert line == "error: The router cannot be reached."
 
 
-def test_damaged_state_is_said(banyan: Banyan, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["up", "status", "down"])
+def test_damaged_state_is_said(banyan: Banyan, tmp_path: Path, command: str) -> None:
     folder = tmp_path / "clusters" / "default"
     folder.mkdir(parents=True)
     (folder / "cluster.json").write_text("{")
-    assert sentence(banyan("status")) == "error: The state file of cluster default is damaged."
+    line = sentence(banyan(command))
+    assert line.startswith("error: The state file of cluster default is damaged")
+    assert line.endswith(f"then remove {folder / 'cluster.json'}.")
 
 
 def test_help_is_quick_and_loads_nothing_heavy(banyan: Banyan) -> None:
