@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -51,12 +51,17 @@ def write_private(path: Path, text: str) -> None:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock file `path` (created if missing); waits for whoever holds it. Raises
-    LaunchError."""
+def locked(path: Path, waiting: Callable[[], None] | None = None) -> Iterator[None]:
+    """Hold the lock file `path` (created if missing); waits for whoever holds it, after a call of
+    `waiting`. Raises LaunchError."""
     with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a")
     with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if waiting is not None:
+                waiting()
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -12,6 +12,7 @@ from google.protobuf.json_format import MessageToDict
 from banyan.cli import output
 from banyan.client import Client
 from banyan.cluster import launch, state, stop
+from banyan.cluster.problems import problems
 from banyan.cluster.spec import ClusterSpec
 from banyan.cluster.state import ClusterRecord, RouterRecord
 from banyan.v1 import api_pb2
@@ -39,11 +40,16 @@ def up(spec: ClusterSpec, *, json_output: bool) -> None:
 
 def down(name: str, *, drain: bool, json_output: bool) -> None:
     """Stop a cluster."""
+
+    def waiting() -> None:
+        output.errors.print(f"Cluster {name} is being started or stopped: waiting for that to end.")
+
     if json_output:
-        output.print_json({"name": name, "stopped": stop.down(name, drain=drain)})
+        stopped = stop.down(name, drain=drain, waiting=waiting)
+        output.print_json({"name": name, "stopped": stopped})
         return
     with output.errors.status("stopping") as spinner:
-        stopped = stop.down(name, drain=drain, report=spinner.update)
+        stopped = stop.down(name, drain=drain, report=spinner.update, waiting=waiting)
     text = f"Cluster {name} is down; nothing of it is left running."
     output.console.print(text if stopped else f"No cluster {name} is running.")
 
@@ -58,8 +64,9 @@ def _public(record: ClusterRecord) -> dict[str, Any]:
 
 
 def status(name: str, *, json_output: bool) -> None:
-    """Show what every router says."""
+    """Show what every router says, and which processes are missing."""
     record = state.running(name)
+    wrong = problems(record)
     seen = {router.name: _ask(router, record.api_key) for router in record.routers}
     if json_output:
         routers = {
@@ -70,10 +77,10 @@ def status(name: str, *, json_output: bool) -> None:
             )
             for name, found in seen.items()
         }
-        output.print_json(_public(record) | {"seen": routers})
+        output.print_json(_public(record) | {"problems": wrong, "seen": routers})
         return
     output.table(
-        f"cluster {name}: {record.served_name}, {record.phase}",
+        f"cluster {name}: {record.served_name}, {record.phase}{' with problems' if wrong else ''}",
         ["router", "address", "state", ">replicas", ">indexed\nblocks", ">open\nstreams"],
         [_router_row(router, seen[router.name]) for router in record.routers],
     )
@@ -83,6 +90,8 @@ def status(name: str, *, json_output: bool) -> None:
     columns += [">cached", ">prompt\ntokens", ">from\ncache"]
     rows = [_replica_row(replica, found.get(replica)) for replica in record.replicas]
     output.table("", columns, rows)
+    for problem in wrong:
+        output.console.print(f"[red]problem:[/red] {problem}")
 
 
 def _ask(router: RouterRecord, api_key: str) -> api_pb2.ClusterStateResponse | None:

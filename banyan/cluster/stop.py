@@ -31,16 +31,18 @@ def down(
     drain: bool = True,
     everything: bool = False,
     report: Callable[[str], None] = _silent,
+    waiting: Callable[[], None] | None = None,
 ) -> bool:
     """Stop cluster `name`; False if there was none. Safe to repeat.
 
     `drain` lets running requests finish first (at most 20 s). `everything` removes its secret and
-    logs too. Raises LaunchError if a process would not end.
+    logs too. `waiting` is called if another command has the cluster in hand, as `up` does until it
+    ends: then that comes first. Raises LaunchError if a process would not end.
     """
     path = state.folder(name)
     if not path.is_dir():
         return False
-    with locked(path / "lock"):
+    with locked(path / "lock", waiting):
         record = state.load(name)
         if record is not None:
             if drain:

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 from e2e_cluster import CLUSTER, Banyan, strays
 
@@ -81,6 +83,44 @@ def test_killed_start_is_cleared_by_down(home: Path, banyan: Banyan) -> None:
     assert strays(home)
     assert json.loads(banyan("down", "--json").stdout)["stopped"] is True
     assert not list(home.rglob("cluster.json"))
+
+
+def test_down_waits_for_the_start_and_says_so(home: Path, banyan: Banyan) -> None:
+    up = begin(home, "-m router")
+    down = banyan("down", "--json")
+    output, _ = up.communicate(timeout=60)
+    assert up.returncode == 0, output
+    assert json.loads(down.stdout)["stopped"] is True
+    assert down.stderr.strip().endswith("is being started or stopped: waiting for that to end.")
+
+
+def test_status_names_what_has_ended(home: Path, banyan: Banyan) -> None:
+    done = banyan(*UP, "--routers", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    try:
+        assert json.loads(banyan("status", "--json").stdout)["problems"] == []
+        record = json.loads(done.stdout)
+        os.kill(record["routers"][1]["process"]["pid"], signal.SIGKILL)
+        assert end_of_ray(record["ray"]["head"], "gcs_server")
+        said = json.loads(banyan("status", "--json").stdout)["problems"]
+        assert [line.partition(":")[0] for line in said] == [
+            "The process of router-1 has ended.",
+            "Ray's gcs_server has ended",
+        ]
+        assert end_of_ray(record["ray"]["head"], "raylet")
+        shown = banyan("status").stdout
+        assert "running with problems" in shown
+        assert shown.count("problem: ") == 3 and "Ray's raylet has ended" in shown
+    finally:
+        assert json.loads(banyan("down", "--json").stdout)["stopped"] is True
+
+
+def end_of_ray(head: dict[str, Any], name: str) -> bool:
+    """Kill the process `name` of a Ray head; True once it is gone."""
+    members = processes.members(processes.Process(**head))
+    [victim] = [member for member in members if member.name() == name]
+    victim.kill()
+    return not psutil.wait_procs([victim], timeout=10)[1]
 
 
 def test_joined_ray_cluster_is_left_as_it_was(
