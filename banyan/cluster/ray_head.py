@@ -15,12 +15,14 @@ from pathlib import Path
 
 import banyan
 from banyan.cluster import processes
+from banyan.cluster.leftovers import remove_leftovers
 from banyan.cluster.spec import cores
 from banyan.cluster.state import RayRecord
 from seams.errors import LaunchError
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
 START_S_MAX = 60.0
+TEMP_PARENT = Path("/tmp")  # short: Ray keeps unix sockets below it
 
 # Off, the name notwithstanding, lets Ray bind and connect to loopback on Linux too.
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
@@ -61,7 +63,8 @@ def _free_port() -> int:
 def start_head(logs: Path, namespace: str) -> RayRecord:
     """Begin starting a head; returns at once. Its address is known when `wait_head` returns."""
     token = secrets.token_hex(32)
-    temp_dir = tempfile.mkdtemp(prefix="banyan-", dir="/tmp")  # short: it holds unix sockets
+    remove_leftovers(TEMP_PARENT)
+    temp_dir = tempfile.mkdtemp(prefix="banyan-", dir=TEMP_PARENT)
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head"]
     command += ["--port=0", "--node-ip-address=127.0.0.1", f"--temp-dir={temp_dir}"]
     command += [f"--num-cpus={cores()}", f"--object-store-memory={OBJECT_STORE_BYTES}"]
