@@ -11,7 +11,8 @@ class RouterConfig:
 
     `listen` is for clients, `internal` for replicas. `api_keys` maps key -> tenant; empty means one
     tenant, "default", without keys. `ready_file` gets {"listen": ..., "internal": ..., "pid": ...}
-    as JSON once both listen.
+    as JSON once both listen. `grace_s`: what running streams get to end in once the router is told
+    to stop; those left are sent to another router.
     """
 
     router: str
@@ -26,3 +27,4 @@ class RouterConfig:
     queue_wait_s_max: float = 30.0  # how long a request may wait for any replica to appear
     credit_tokens: int = 256
     decisions_kept: int = 4096
+    grace_s: float = 20.0  # under the 30 s that Kubernetes gives by default

@@ -291,12 +291,13 @@ class RouterCore:
             replica.work.end_prefill(booking, now_s)
             self._provisional.expire_at(request_id, now_s + self._ttl_s)
 
-    def finished(self, request_id: str, delivered_tokens: int, observed: Observed) -> None:
+    def finished(self, request_id: str, delivered_tokens: int | None, observed: Observed) -> None:
         """See Core. Ignored for requests that are not booked (any more)."""
         booking = self._bookings.get(request_id)
         if booking is None:
             return
-        booking.decision.delivered_tokens = delivered_tokens
+        if delivered_tokens is not None:
+            booking.decision.delivered_tokens = delivered_tokens
         replica = self._holder(booking)
         if replica is not None:
             now_s = self._clock.now()
@@ -359,7 +360,7 @@ class RouterCore:
         return len(self._index)
 
     def event_counts(self) -> dict[str, int]:
-        """Totals of all event streams since the start, by the names of EventCounts."""
+        """See Core; by the names of EventCounts."""
         total = Counter(self._past_events)
         for replica in self._fleet.replicas.values():
             self._count_events(replica, total)

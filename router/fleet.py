@@ -197,11 +197,18 @@ def _joined(
     )
 
 
+def check_protocol(hello: internal_pb2.Hello) -> None:
+    """Raises Incompatible if the replica speaks another protocol."""
+    if hello.protocol != PROTOCOL:
+        raise Incompatible(
+            f"The replica speaks protocol {hello.protocol}, this router protocol {PROTOCOL}."
+        )
+
+
 def check_parity(hello: internal_pb2.Hello) -> None:
     """Compare what a replica claims with what this router computes. Raises Incompatible."""
     name = hello.replica
-    if hello.protocol != PROTOCOL:
-        raise Incompatible(f"Replica {name} speaks another protocol than {PROTOCOL}.")
+    check_protocol(hello)
     if not name or hello.block_tokens < 1 or not hello.models:
         raise Incompatible("The replica's hello lacks a name, a block size or a model.")
     if len({model.name for model in hello.models}) != len(hello.models):

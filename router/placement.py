@@ -102,8 +102,10 @@ class Core(Protocol):
         """Its prefill is done: the booked prefill no longer counts."""
         ...
 
-    def finished(self, request_id: str, delivered_tokens: int, observed: Observed) -> None:
-        """It ended well; provisional entries stay until events confirm or a TTL drops them."""
+    def finished(self, request_id: str, delivered_tokens: int | None, observed: Observed) -> None:
+        """It ended well; provisional entries stay until events confirm or a TTL drops them.
+        `delivered_tokens` is None where the replica's usage is not known.
+        """
         ...
 
     def failed(self, request_id: str) -> None:
@@ -120,6 +122,10 @@ class Core(Protocol):
 
     def state(self) -> list[api_pb2.ReplicaState]:
         """Replica states for ClusterState."""
+        ...
+
+    def event_counts(self) -> dict[str, int]:
+        """Totals of all event streams since the start: gaps, snapshots, digest_mismatches, ..."""
         ...
 
     @property

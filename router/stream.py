@@ -406,6 +406,11 @@ class ClientStream:
         """Final once the phase is OVER and there is no error."""
         return self._usage
 
+    @property
+    def delivered_tokens(self) -> int | None:
+        """Of the prompt: what the replica read from its cache; None if it has not told."""
+        return self._usage.cached_tokens if self._usage_known else None
+
     def observed(self) -> Observed:
         """What this stream taught about its replica; nothing if it moved or never reported."""
         submitted_s, first_s, last_s = self._times

@@ -6,9 +6,9 @@ import asyncio
 import logging
 import os
 import time
-import traceback
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import TypeVar
 
 from banyan.v1 import api_pb2, api_pb2_grpc, common_pb2, internal_pb2
@@ -16,7 +16,7 @@ from kvstore.keys import tokens_u32le
 from router.config import RouterConfig
 from router.placement import Core, Observed, Placement
 from router.service.fleet import Fleet
-from router.service.logs import note
+from router.service.logs import note, where
 from router.service.relay import Deadline, Relay, find_place, log_decision
 from router.service.requests import (
     SEED_BITS,
@@ -113,7 +113,10 @@ class Api(api_pb2_grpc.BanyanServicer):
             note(logging.DEBUG, "traced", request_id=spec.request_id, traceparent=traceparent)
             await context.send_initial_metadata((("traceparent", traceparent),))
         stream = ClientStream(spec, self._clock, max(2, self._fleet.replicas))
-        relay = Relay(stream, self._core, self._fleet, deadline, self._config.queue_wait_s_max)
+        placed = partial(self._placed, spec.tenant)
+        relay = Relay(
+            stream, self._core, self._fleet, deadline, self._config.queue_wait_s_max, placed
+        )
         self._relays.add(relay)
         try:
             await relay.run(_writer(context))
@@ -135,7 +138,6 @@ class Api(api_pb2_grpc.BanyanServicer):
             credit_tokens=self._config.credit_tokens,
         )
         spec = build_spec(request, prompt, served, tenant, minted)
-        self._own(spec.request_id, tenant)
         return spec
 
     async def _tokenized(
@@ -156,8 +158,11 @@ class Api(api_pb2_grpc.BanyanServicer):
         if not work.cancelled():
             work.exception()  # nobody else asks for it where the caller has gone
 
-    def _own(self, request_id: str, tenant: Tenant) -> None:
-        self._owners[request_id] = tenant.name
+    def _placed(self, tenant: str, placement: Placement) -> None:
+        """Log the decision and note whose it is; owners go in the order in which decisions do."""
+        log_decision(placement)
+        self._owners.pop(placement.request_id, None)
+        self._owners[placement.request_id] = tenant
         if len(self._owners) > self._config.decisions_kept:
             self._owners.popitem(last=False)
 
@@ -212,7 +217,7 @@ class Api(api_pb2_grpc.BanyanServicer):
             lambda: stream.place_request(frozenset()),
             self._wait_s(deadline),
         )
-        log_decision(placement)
+        self._placed(tenant.name, placement)
         ttl_ms = min(request.ticket_ttl_ms or TICKET_TTL_MS, TICKET_TTL_MS_MAX)
         self._release_later(placement, ttl_ms / 1000)
         return self._picked(spec, placement, tenant, ttl_ms)
@@ -233,8 +238,7 @@ class Api(api_pb2_grpc.BanyanServicer):
         loop.call_later(booked_s, self._release, placement)
 
     def _release(self, placement: Placement) -> None:
-        self._core.finished(placement.request_id, 0, Observed())
-        placement.decision.ClearField("delivered_tokens")  # nobody reports it to us
+        self._core.finished(placement.request_id, None, Observed())  # nobody reports to us
 
     def _picked(
         self, spec: StreamSpec, placement: Placement, tenant: Tenant, ttl_ms: int
@@ -380,7 +384,5 @@ def _writer(context: Context) -> Callable[[api_pb2.GenerateResponse], Awaitable[
 
 
 def _unexpected(error: Exception) -> InternalError:
-    """Our own fault. Where it happened is logged; its text is not, it may hold a prompt."""
-    where = [f"{f.name}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)[-4:]]
-    note(logging.ERROR, "a call failed unexpectedly", kind=type(error).__name__, where=where)
+    note(logging.ERROR, "a call failed unexpectedly", **where(error))
     return InternalError("The router failed to process this request.")

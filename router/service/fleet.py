@@ -17,6 +17,7 @@ import grpc.aio
 
 from banyan.v1 import internal_pb2, internal_pb2_grpc
 from router.config import RouterConfig
+from router.fleet import check_protocol
 from router.placement import Core, ModelEntry
 from router.service.executors import SESSION_KEY, Executor
 from router.service.logs import note
@@ -31,6 +32,8 @@ from seams.rng import Rng
 
 HANDSHAKE_S_MAX = 10.0
 DIAL_AGAIN_S = 1.0  # a replica that was not reached; a connection that broke is dialled at once
+EVENTS_NOTED_S = 1.0
+REPAIRS = ("gaps", "digest_mismatches", "malformed_ops")  # EventCounts that should stay 0
 LOOK_AGAIN_S = 1.0  # who waits for a replica looks again so often, told or not
 MODELS_KNOWN_MAX = 1024
 KNOWN_S = 600.0  # a model without a replica is awaited for so long, then it is unknown
@@ -64,6 +67,8 @@ class Fleet(internal_pb2_grpc.FleetServicer):
         self._known: dict[str, tuple[ModelEntry, float]] = {}  # as served last, and when
         self._changed = asyncio.Event()
         self._closing = False
+        self._events_seen_s = clock.now()
+        self._repairs = dict.fromkeys(REPAIRS, 0)
 
     # ---- what the client side asks ---------------------------------------------------------------
 
@@ -147,7 +152,20 @@ class Fleet(internal_pb2_grpc.FleetServicer):
                 executor.close(ReplicaLost("The replica does not get on."))
             elif session.open:
                 self._dial_again(session)
+        self._note_events()
         self._remember_models()
+
+    def _note_events(self) -> None:
+        """Say so when replicas' event streams needed repair: the index was wrong for a while."""
+        now_s = self._clock.now()
+        if now_s - self._events_seen_s < EVENTS_NOTED_S:
+            return
+        self._events_seen_s = now_s
+        counts = self._core.event_counts()
+        repairs = {name: counts.get(name, 0) for name in REPAIRS}
+        if repairs != self._repairs:
+            self._repairs = repairs
+            note(logging.INFO, "cache events repaired", **counts)
 
     def _dial_again(self, session: Session) -> None:
         executor = session.executor
@@ -343,6 +361,8 @@ async def _read(context: Context, wanted: str) -> internal_pb2.AttachUp:
     if up is EOF:
         raise Incompatible("The replica ended its hello early.")
     assert isinstance(up, internal_pb2.AttachUp)
+    if up.HasField("hello"):
+        check_protocol(up.hello)  # first: another protocol may have other limits
     check_message(up)
     if up.WhichOneof("message") != wanted:
         raise Incompatible(f"The replica's hello is out of order: {wanted} was due.")

@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 import time
+import traceback
 from typing import Any
 
 LOG = logging.getLogger("banyan.router")
@@ -31,6 +32,13 @@ def set_up(level: str) -> None:
     LOG.handlers[:] = [stderr]
     LOG.setLevel(level.upper())
     LOG.propagate = False
+
+
+def where(error: Exception) -> dict[str, Any]:
+    """Fields that say where an unexpected error happened; its text is not told, it may hold a
+    prompt."""
+    frames = traceback.extract_tb(error.__traceback__)[-4:]
+    return {"kind": type(error).__name__, "where": [f"{f.name}:{f.lineno}" for f in frames]}
 
 
 def note(level: int, event: str, **fields: Any) -> None:

@@ -53,12 +53,12 @@ async def find_place(
 
 
 def log_decision(placement: Placement) -> None:
-    """One line per decision, at debug level."""
-    if not LOG.isEnabledFor(logging.DEBUG):
+    """One line per decision with every candidate's cost by terms; no line from `warning` on."""
+    if not LOG.isEnabledFor(logging.INFO):
         return
     decision = placement.decision
     note(
-        logging.DEBUG,
+        logging.INFO,
         "decision",
         request_id=placement.request_id,
         replica=placement.replica,
@@ -68,7 +68,12 @@ def log_decision(placement: Placement) -> None:
         reason=decision.reason,
         left_numeric_class=placement.left_numeric_class,
         candidates=[
-            {"replica": c.replica, "total_s": c.total_s, **{t.name: t.seconds for t in c.terms}}
+            {
+                "replica": c.replica,
+                "matched_tokens": c.matched_tokens,
+                "total_s": round(c.total_s, 6),
+                **{term.name: round(term.seconds, 6) for term in c.terms},
+            }
             for c in decision.candidates
         ],
     )
@@ -84,12 +89,14 @@ class Relay:
         fleet: Fleet,
         deadline: Deadline,
         queue_wait_s: float,
+        placed: Callable[[Placement], None],
     ) -> None:
         self._stream = stream
         self._core = core
         self._fleet = fleet
         self._deadline = deadline
         self._queue_wait_s = queue_wait_s
+        self._placed = placed
         self._id = stream.spec.request_id
         self._executor: Executor | None = None  # while a request of ours runs there
         self._booked = False
@@ -164,7 +171,7 @@ class Relay:
             self._stream.fail(self._stream.last_loss or error)
             return
         self._booked = True
-        log_decision(placement)
+        self._placed(placement)
         self._submit(placement)
 
     def _submit(self, placement: Placement) -> None:
@@ -241,7 +248,7 @@ class Relay:
         self._booked = False
         stream = self._stream
         if stream.phase is Phase.OVER and stream.error is None:
-            self._core.finished(self._id, stream.usage.cached_tokens, stream.observed())
+            self._core.finished(self._id, stream.delivered_tokens, stream.observed())
         else:
             self._core.failed(self._id)
 

@@ -17,7 +17,7 @@ from router.config import RouterConfig
 from router.placement import Core
 from router.service.api import Api
 from router.service.fleet import Fleet
-from router.service.logs import note
+from router.service.logs import note, where
 from seams.clock import Clock
 from seams.errors import LaunchError
 from seams.limits import MESSAGE_BYTES_MAX
@@ -77,7 +77,12 @@ class RouterServer:
         for server in (public, internal):
             await server.start()
             self._servers.append(server)
-        self._ticker = asyncio.create_task(self._tick())
+        self._ticker = asyncio.create_task(self._keep_time())
+
+    async def broken(self) -> None:
+        """Returns once the router cannot go on: leases would never run out. It is to be stopped."""
+        assert self._ticker is not None
+        await asyncio.wait([self._ticker])
 
     def _public(self) -> grpc.aio.Server:
         server = grpc.aio.server(options=OPTIONS)
@@ -95,6 +100,13 @@ class RouterServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (service, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
+
+    async def _keep_time(self) -> None:
+        try:
+            await self._tick()
+        except Exception as error:
+            note(logging.ERROR, "the router's clock failed", **where(error))
+            await self._health.set("", _Status.NOT_SERVING)
 
     async def _tick(self) -> None:
         """Let time pass for fleet and core. After a pause of this very process (a suspended

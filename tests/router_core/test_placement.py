@@ -338,6 +338,9 @@ def test_decisions_are_kept_bounded_and_get_what_was_delivered(clock: VirtualClo
     core.finished("unknown", 5, Observed())
     assert decision.delivered_tokens == 17
     core.failed("q29")
+    core.finished("q28", None, Observed())
+    untold = core.explain("q28")
+    assert untold is not None and not untold.HasField("delivered_tokens")
     core.check_integrity()
 
 

@@ -102,6 +102,17 @@ def test_a_hello_that_does_not_fit_is_refused(hello: dict[str, object]) -> None:
     run(scenario())
 
 
+def test_a_newer_protocol_is_named_whatever_else_its_hello_has() -> None:
+    async def scenario() -> None:
+        async with cluster() as c:
+            hello = UP(hello=internal_pb2.Hello(protocol=2, replica="x" * 300))
+            down = await _attach(c, hello, prove=True)
+            assert down is not None
+            assert down.refusal.message == "The replica speaks protocol 2, this router protocol 1."
+
+    run(scenario())
+
+
 def test_a_replica_that_chains_keys_differently_is_refused() -> None:
     async def scenario() -> None:
         async with cluster() as c:
@@ -201,7 +212,9 @@ def test_events_need_a_session_and_its_own_replica() -> None:
     run(scenario())
 
 
-def test_a_gap_in_the_events_asks_for_a_snapshot() -> None:
+def test_a_gap_in_the_events_asks_for_a_snapshot_and_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def scenario() -> None:
         async with cluster(Script()) as c, _channel(c) as channel:
             stub = internal_pb2_grpc.FleetStub(channel)
@@ -213,6 +226,13 @@ def test_a_gap_in_the_events_asks_for_a_snapshot() -> None:
             control = await asyncio.wait_for(call.read(), 3)
             assert control.want_snapshot
             call.cancel()
+            await c.until(lambda: "cache events repaired" in caplog.messages)
+            await asyncio.sleep(1.2)
+            lines = [r for r in caplog.records if r.msg == "cache events repaired"]
+            assert len(lines) == 1, "only when they change"
+            assert lines[0].fields["gaps"] == 1  # type: ignore[attr-defined]
+
+    caplog.set_level("INFO", "banyan.router")
 
     run(scenario())
 

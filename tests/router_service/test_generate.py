@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import grpc
+import pytest
 from loopback_cluster import Cluster, cluster, prompt, run
 from scripted_replica import Script, expected
 
-from banyan.v1 import api_pb2, common_pb2
+from banyan.v1 import api_pb2, common_pb2, internal_pb2
+from router.service import relay
 from seams.errors import StatusCode
 
 
@@ -202,5 +205,28 @@ def test_equal_prefixes_go_to_one_replica_and_tokens_reach_the_core() -> None:
         async with cluster(Script(), Script()) as c:
             homes = {(await c.generate(prompt("p" * 400))).started[0].replica for _ in range(4)}
             assert len(homes) == 1
+
+    run(scenario())
+
+
+def test_what_was_delivered_stays_open_where_the_replica_does_not_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The stop string ends the client's stream; the replica never answers the cancel."""
+    monkeypatch.setattr(relay, "SETTLE_S_MAX", 0.1)
+
+    def reply(submit: internal_pb2.Submit) -> list[internal_pb2.Emission]:
+        return [internal_pb2.Emission(position=0, token_ids=b"stop")]
+
+    async def scenario() -> None:
+        async with cluster(Script(reply=reply)) as c:
+            request = prompt()
+            request.stop.append("stop")
+            answer = await c.generate(request)
+            assert answer.code is grpc.StatusCode.OK
+            assert not answer.finished[0].decision.HasField("delivered_tokens")
+            asked = api_pb2.ExplainRequest(request_id=answer.started[0].request_id)
+            assert not (await c.stub.Explain(asked)).decision.HasField("delivered_tokens")
+            await c.quiet()
 
     run(scenario())

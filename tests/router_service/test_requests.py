@@ -299,3 +299,21 @@ def test_reflection_lists_the_services() -> None:
                     assert {service, "grpc.health.v1.Health"} <= names
 
     run(scenario())
+
+
+def test_questions_and_failures_crowd_out_no_decision() -> None:
+    async def scenario() -> None:
+        async with cluster(Script(), decisions_kept=2) as c:
+            answers = [await c.generate(prompt(f"{i}")) for i in range(2)]
+            for i in range(3):
+                await c.stub.Explain(api_pb2.ExplainRequest(request=prompt(f"dry {i}")))
+                assert (await c.generate(prompt("a" * 2040, max_tokens=99))).code is INVALID
+            for answer in answers:
+                asked = api_pb2.ExplainRequest(request_id=answer.started[0].request_id)
+                assert (await c.stub.Explain(asked)).decision.replica == "w0"
+            await c.generate(prompt("a third"))
+            gone = api_pb2.ExplainRequest(request_id=answers[0].started[0].request_id)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await c.stub.Explain(gone)
+
+    run(scenario())

@@ -16,11 +16,16 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import helm_python
 import pytest
 from loopback_cluster import CONFIG
 from scripted_replica import SECRET, Script, ScriptedReplica, expected
 
 from banyan.v1 import api_pb2, api_pb2_grpc, common_pb2
+from router.__main__ import read_config, serve
+from router.cost import TERMS
+from router.service.fleet import Fleet
+from seams.errors import InternalError
 
 
 def write_config(folder: Path, **changes: Any) -> Path:
@@ -71,18 +76,22 @@ async def serve_one(where: dict[str, Any], tokens: int, token_s: float) -> list[
     await asyncio.wait_for(replica.attached.wait(), 10)
     chat = api_pb2.GenerateRequest(sampling=common_pb2.Sampling(max_tokens=tokens, seed=1))
     chat.chat.messages.add(role="user", content="hi")
-    async with grpc.aio.insecure_channel(where["listen"]) as channel:
-        ids: list[int] = []
-        async for response in api_pb2_grpc.BanyanStub(channel).Generate(chat, timeout=30):
-            ids += response.delta.token_ids
-            if tokens > 50 and len(ids) == 5:
-                os.kill(where["pid"], signal.SIGTERM)
-    await replica.die()
+    ids: list[int] = []
+    try:
+        async with grpc.aio.insecure_channel(where["listen"]) as channel:
+            async for response in api_pb2_grpc.BanyanStub(channel).Generate(chat, timeout=30):
+                ids += response.delta.token_ids
+                if tokens > 50 and len(ids) == 5:
+                    os.kill(where["pid"], signal.SIGTERM)
+    finally:
+        await replica.die()
     return ids
 
 
-@pytest.mark.parametrize("tokens", [5, 60])
-def test_serves_a_chat_without_torch_and_stops_in_order(tmp_path: Path, tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "level"), [(5, "info"), (60, "debug"), (5, "warning")])
+def test_serves_a_chat_without_torch_and_stops_in_order(
+    tmp_path: Path, tokens: int, level: str
+) -> None:
     """SIGTERM in the middle of a stream lets it end; the modules are looked at from outside."""
     spy = tmp_path / "sitecustomize.py"
     spy.write_text(
@@ -93,7 +102,7 @@ def test_serves_a_chat_without_torch_and_stops_in_order(tmp_path: Path, tokens: 
     )
     os.environ["PYTHONPATH"], before = f"{tmp_path}:.", os.environ.get("PYTHONPATH")
     try:
-        process = start(write_config(tmp_path), "--log-level", "debug")
+        process = start(write_config(tmp_path), "--log-level", level)
     finally:
         os.environ.pop("PYTHONPATH")
         if before is not None:
@@ -109,8 +118,9 @@ def test_serves_a_chat_without_torch_and_stops_in_order(tmp_path: Path, tokens: 
     assert "loaded: []" in said
     lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     decisions = [line for line in lines if line["event"] == "decision"]
-    assert len(decisions) == 1 and decisions[0]["replica"] == "w0"
-    assert decisions[0]["candidates"][0]["total_s"] >= 0
+    assert [line["replica"] for line in decisions] == [] if level == "warning" else ["w0"]
+    for decision in decisions:
+        assert {*TERMS, "replica", "total_s", "matched_tokens"} == set(decision["candidates"][0])
     assert "user: hi" not in said
 
 
@@ -145,6 +155,8 @@ def test_two_routers_never_share_a_port(tmp_path: Path) -> None:
         (None, "JSON"),
         ([], "JSON object"),
         ({"router": ...}, "lacks"),
+        ({"grace_s": -1}, "grace_s"),
+        ({"grace_s": "long"}, "grace_s"),
     ],
 )
 def test_a_bad_configuration_is_one_sentence(tmp_path: Path, change: Any, words: str) -> None:
@@ -180,3 +192,43 @@ def test_options_win_over_the_file(tmp_path: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert address in done.stderr
+
+
+def test_streams_that_outlast_the_grace_period_end_with_it(tmp_path: Path) -> None:
+    process = start(write_config(tmp_path), "--grace-s", "0.5")
+    where = wait_ready(tmp_path, process)
+    began_s = time.monotonic()
+    with pytest.raises(grpc.aio.AioRpcError) as ended:
+        asyncio.run(serve_one(where, 2000, 0.01))
+    assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+    process.communicate(timeout=30)
+    assert process.returncode == 0 and time.monotonic() - began_s < 10
+
+
+def test_a_router_whose_clock_fails_stops_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Leases would never run out: it must not look healthy, and whoever started it must know."""
+    config = read_config(write_config(tmp_path), {"grace_s": 0.0})
+
+    def fail(fleet: Fleet) -> None:
+        raise RuntimeError("words of a prompt")
+
+    monkeypatch.setattr(Fleet, "tick", fail)
+    with pytest.raises(InternalError):
+        asyncio.run(asyncio.wait_for(serve(config, SECRET), 20))
+    (line,) = [r for r in caplog.records if r.levelname == "ERROR"]
+    assert line.fields["kind"] == "RuntimeError"  # type: ignore[attr-defined]
+    assert "fail:" in line.fields["where"][-1]  # type: ignore[attr-defined]
+    assert "words" not in str(line.__dict__)
+
+
+def test_the_chart_grants_streams_less_time_than_the_pod_has() -> None:
+    chart = Path(__file__).resolve().parents[2] / "helm" / "banyan"
+    for pod_s, grace_s in ((120, 100), (10, 0)):
+        values = {"router": {"terminationGracePeriodSeconds": pod_s}}
+        with helm_python.Chart.load(chart) as loaded:
+            rendered = loaded.render(values, name="banyan", namespace="llm")
+        (router,) = [text for name, text in rendered.items() if name.endswith("/router.yaml")]
+        assert f"terminationGracePeriodSeconds: {pod_s}\n" in router
+        assert f"- --grace-s={grace_s}\n" in router
