@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 from pathlib import Path
 
 from banyan.client import AsyncClient
@@ -28,18 +29,23 @@ async def measure(options: argparse.Namespace) -> Report:
     return report
 
 
-def main() -> None:
-    """Parse, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--address", required=True, help="routers, separated by commas")
-    parser.add_argument("--api-key")
+def parser() -> argparse.ArgumentParser:
+    """The options. The API key comes from BANYAN_API_KEY unless given."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--address", required=True, help="routers, separated by commas")
+    options.add_argument("--api-key", default=os.environ.get("BANYAN_API_KEY") or None)
     for name, default in (
         ("users", 16), ("groups", 2), ("turns", 3), ("system-words", 200),
         ("question-words", 12), ("max-tokens", 32), ("concurrency", 8), ("seed", 1),
     ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+        options.add_argument(f"--{name}", type=int, default=default)
+    options.add_argument("--json", type=Path)
+    return options
+
+
+def main() -> None:
+    """Parse, measure, print."""
+    options = parser().parse_args()
     asyncio.run(measure(options)).show(options.json)
 
 

@@ -180,7 +180,11 @@ def demo(
 def bench(
     context: typer.Context, name: Name = "default", address: Address = "", api_key: ApiKey = ""
 ) -> None:
-    """Load a running cluster and report, with the cache and without; options as loadtest's."""
+    """Load a running cluster and report, with the cache and without.
+
+    Also takes --users, --groups, --turns, --system-words, --question-words, --max-tokens,
+    --concurrency, --seed (each a number) and --json FILE.
+    """
     from banyan.cli import talk
 
     talk.bench(talk.Target(name, address, api_key, 0.0), context.args)

@@ -135,9 +135,10 @@ def bench(target: Target, options: list[str]) -> NoReturn:
     """Become the load generator, pointed at the cluster."""
     addresses, api_key = target.resolve()
     command = [sys.executable, "-m", "loadtest", "--address", addresses, *options]
+    env = ray_head.environment()
     if api_key:
-        command += ["--api-key", api_key]
-    os.execve(sys.executable, command, ray_head.environment())
+        env["BANYAN_API_KEY"] = api_key  # arguments can be read by every user of the machine
+    os.execve(sys.executable, command, env)
 
 
 def _show_decision(decision: Decision) -> None:
