@@ -609,7 +609,7 @@ def test_without_credit_from_the_start_nothing_is_computed() -> None:
     rig = Rig()
     rig.submit(request("a", tokens(10), credit_tokens=0))
     rig.run()
-    assert not rig.model.plans and rig.core.load().waiting == 1
+    assert not rig.model.plans and len(rig.core.scheduler.parked) == 1
     rig.core.grant("a", 100)
     rig.run()
     rig.assert_exact()
