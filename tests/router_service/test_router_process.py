@@ -118,7 +118,7 @@ def test_serves_a_chat_without_torch_and_stops_in_order(
     assert "loaded: []" in said
     lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     decisions = [line for line in lines if line["event"] == "decision"]
-    assert [line["replica"] for line in decisions] == [] if level == "warning" else ["w0"]
+    assert [line["replica"] for line in decisions] == ([] if level == "warning" else ["w0"])
     for decision in decisions:
         assert {*TERMS, "replica", "total_s", "matched_tokens"} == set(decision["candidates"][0])
     assert "user: hi" not in said

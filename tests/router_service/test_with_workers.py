@@ -37,13 +37,13 @@ class Processes:
     router: dict[str, Any]
     workers: dict[str, subprocess.Popen[bytes]]
 
-    def start_worker(self, name: str) -> None:
+    def start_worker(self, name: str, model: str = "fake:full") -> None:
         config = self.folder / f"{name}.json"
         config.write_text(
             json.dumps(
                 {
                     "replica": name,
-                    "model": "fake:full",
+                    "model": model,
                     "served_name": "fake",
                     "routers": [self.router["internal"]],
                     "secret_file": str(self.folder / "secret"),
