@@ -44,7 +44,8 @@ class Asked:
     messages: Messages
     answer: Completion
     ttft_s: float
-    shareable: int = 0  # tokens of the prompt that earlier requests left in a cache
+    shareable: int = 0  # tokens of the prompt that earlier requests left in a cache; those at
+    # the same time may add some, so that more than these are cached
 
 
 class Screen:
@@ -212,9 +213,22 @@ def _show(asked: list[Asked], uncached: list[Asked]) -> None:
             usage.cached_tokens, usage.computed_tokens,
             f"{one.ttft_s * 1e3:.0f} ms", f"{other.ttft_s * 1e3:.0f} ms",
         ])  # fmt: skip
-    columns = ["user", ">turn", "replica", ">prompt\ntokens", ">held in\na cache", ">cached"]
+    columns = ["user", ">turn", "replica", ">prompt\ntokens", ">held\nbefore", ">cached"]
     columns += [">computed", ">TTFT", ">TTFT\nno cache"]
     output.table("each request, beside the same one without the cache", columns, rows)
+    for one in [a for a in asked if a.turn == 1][1:2]:  # the first with something to share
+        output.console.print(_why(one))
+
+
+def _why(one: Asked) -> str:
+    """Why its router sent a request where it went, and what the other replica would have cost."""
+    decision = one.answer.decision
+    assert decision is not None  # a router's streams end with it
+    others = [c for c in decision.candidates if c.replica != decision.replica]
+    against = "".join(
+        f" ({c.replica}: {c.total_s:.2f} s, {c.matched_tokens} tokens)" for c in others
+    )
+    return f"why {one.user} went to {decision.replica}: {decision.reason}{against}"
 
 
 def _computed(asked: list[Asked]) -> int:

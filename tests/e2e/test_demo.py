@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,9 @@ def test_demo(home: Path, banyan: Banyan, demo_model: Path) -> None:
     done = banyan("demo", "--users", "2", "--max-tokens", "6", "--json", str(figures))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "everything shareable cached: 2 of 2" in done.stdout
+    assert re.search(
+        r"^why Bao went to replica-[01]: \S.* \(replica-[01]: ", done.stdout, re.MULTILINE
+    )
     rows = {row["name"]: row for row in json.loads(figures.read_text())["rows"]}
     computed = rows["demo.computed_tokens"]
     assert computed["samples"] == 4 and computed["ratio"] < 0.5
