@@ -13,7 +13,7 @@ import torch
 from seams.clock import VirtualClock
 from seams.errors import BanyanError, Cancelled, DeadlineExceeded, InternalError, OutOfBlocks
 from worker.config import EngineConfig
-from worker.engine.core import EngineCore
+from worker.engine.core import FAILED_STEPS_MAX, EngineCore
 from worker.engine.messages import CacheOpKind, Emission, EngineRequest, Finish, StepOutput
 from worker.engine.plan import SampleRow, StepPlan
 from worker.engine.sampler import Sampled, sample
@@ -168,6 +168,9 @@ class Machine:
 
     def fault(self) -> None:
         kind = self.random.choice(["before", "after", "nan", "sampler", "memory", "memory"])
+        due = self.sampler_fault + (self.model.fault is not None)
+        if self.core._failed_steps + due + 1 >= FAILED_STEPS_MAX:
+            return  # so many in a row would end the engine
         if kind == "sampler":
             self.sampler_fault = True
         else:
