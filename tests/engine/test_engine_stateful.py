@@ -39,6 +39,12 @@ def test_the_machine_went_everywhere(totals: Counter[str]) -> None:
     assert totals["OutOfBlocks"] > 0
 
 
+@pytest.mark.parametrize("case", [("window", 1015), ("window/inverted", 1019)], ids=str)
+def test_a_match_without_its_boundary_has_whole_windows(case: tuple[str, int]) -> None:
+    """Runs in which no block is left for a boundary, and the window before it has been stripped."""
+    Machine(*case).run(400)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize(("shape", "seed"), SOAK, ids=str)
 def test_conservation_full(shape: str, seed: int) -> None:

@@ -78,6 +78,9 @@ class PagedMemory:
             return
         if not self._reserve([1] * len(self.pools)):
             self._release_boundary(hold)
+            if self._has_hole(sequence):
+                self.release(sequence, keep=False)
+                sequence.shared = 0
             return
         offset = hold.tokens % self.block_tokens
         for g, source in enumerate(hold.boundary):
@@ -86,6 +89,16 @@ class PagedMemory:
             sequence.tables[g].append(target)
             self._copy(sequence, BlockCopy(g, source, target, offset))
         sequence.computed = hold.tokens
+
+    def _has_hole(self, sequence: Sequence) -> bool:
+        """Whether a position its next token would see is in no block: a match's windows reach back
+        from its end, so the match without its boundary may lack what lies before them."""
+        for pool, table in zip(self.pools, sequence.tables, strict=True):
+            window = pool.group.window_tokens
+            first = max(0, sequence.computed - window + 1) // self.block_tokens if window else 0
+            if any(block < 0 for block in table[first:]):
+                return True
+        return False
 
     def detach(self, sequence: Sequence) -> None:
         """Undo `attach`."""
