@@ -144,7 +144,7 @@ def event(message: api_pb2.GenerateResponse) -> Event:
         return Delta(d.choice, d.position, ids, d.text, logprobs(d.logprobs))
     if kind == "choice_finished":
         c = message.choice_finished
-        known = c.reason in FinishReason.__members__.values()  # a newer router may know more
+        known = int(c.reason) in set(FinishReason)  # a newer router may know more
         reason = FinishReason(c.reason) if known else FinishReason.UNSPECIFIED
         return ChoiceFinished(c.choice, reason, c.text, c.stop)
     f = message.finished

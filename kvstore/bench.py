@@ -47,7 +47,7 @@ def chain_row(rounds: int) -> Row:
 
 def main() -> None:
     """Print the table; `--json FILE` writes it too."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m kvstore.bench", description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=11)
     options = parser.parse_args()

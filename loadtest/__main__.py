@@ -31,7 +31,7 @@ async def measure(options: argparse.Namespace) -> Report:
 
 def parser() -> argparse.ArgumentParser:
     """The options. The API key comes from BANYAN_API_KEY unless given."""
-    options = argparse.ArgumentParser(description=__doc__)
+    options = argparse.ArgumentParser(prog="python -m loadtest", description=__doc__)
     options.add_argument("--address", required=True, help="routers, separated by commas")
     options.add_argument("--api-key", default=os.environ.get("BANYAN_API_KEY") or None)
     for name, default in (

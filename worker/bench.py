@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 import time
 from collections.abc import Iterator
 from itertools import count
@@ -17,6 +18,7 @@ import torch
 
 from seams.bench import Report, Row, median
 from seams.clock import SystemClock
+from seams.errors import BanyanError
 from worker import waste
 from worker.config import EngineConfig, ReplicaConfig
 from worker.engine.core import EngineCore
@@ -122,34 +124,45 @@ def waste_rows() -> list[Row]:
     ]
 
 
-def model_rows(options: argparse.Namespace) -> list[Row]:
-    """Everything that needs the real model."""
+def model_rows(options: argparse.Namespace) -> Iterator[Row]:
+    """Everything that needs the real model; minutes on a CPU. Raises ModelLoadError."""
     begin = time.perf_counter()
     config = ReplicaConfig("bench", options.model, "bench", (), "", dtype=options.dtype)
     model: Model = load_model(config)
     engine = EngineConfig(blocks=plan_blocks(config, model.spec), step_tokens_max=2048)
     core = EngineCore(model, engine, SystemClock())
     started = time.perf_counter() - begin
-    weights = sum(p.stat().st_size for p in Path(options.model).glob("*.safetensors"))
-    floor_s = weights / _read_rate()
-    rows = [Row("start_ready", started, "s", 1)]
-    rows += [decode_row(core, batch, options.steps, floor_s) for batch in (1, 8, 32)]
-    return rows + prefill_rows(core, options.rounds)
+    stored = sum(p.stat().st_size for p in Path(options.model).glob("*.safetensors"))
+    wider = 2 if model.spec.representation.dtype == "fp32" else 1  # checkpoints are 16 bits wide
+    floor_s = stored * wider / _read_rate()
+    yield Row("start_ready", started, "s", 1)
+    yield from (decode_row(core, batch, options.steps, floor_s) for batch in (1, 8, 32))
+    yield from prefill_rows(core, options.rounds)
+
+
+def _all_rows(options: argparse.Namespace) -> Iterator[Row]:
+    yield from waste_rows()
+    yield from (overhead_row(batch, options.steps) for batch in (1, 32))
+    if options.model:
+        yield from model_rows(options)
 
 
 def main() -> None:
     """Print the table; `--json FILE` writes it too; without `--model` only what needs no model."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m worker.bench", description=__doc__)
     parser.add_argument("--model", help="a local model folder")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--steps", type=int, default=48)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--dtype", default="bf16", help="of the real model; default %(default)s")
+    parser.add_argument("--steps", type=int, default=32, help="decode steps a row")
+    parser.add_argument("--rounds", type=int, default=3, help="repeats of a prefill row")
+    parser.add_argument("--json", type=Path, help="write the rows to this file too")
     options = parser.parse_args()
     report = Report()
-    rows = waste_rows() + [overhead_row(batch, options.steps) for batch in (1, 32)]
-    for row in rows + (model_rows(options) if options.model else []):
-        report.add(row)
+    try:
+        for row in _all_rows(options):
+            report.add(row)
+            print(f"{row.name}: {row.value:.4g} {row.unit}", file=sys.stderr, flush=True)
+    except BanyanError as error:
+        sys.exit(f"error: {error.message}")
     report.show(options.json)
 
 

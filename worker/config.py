@@ -38,7 +38,7 @@ class ReplicaConfig:
     listen: str = "127.0.0.1:0"
     advertise: str = ""  # what routers dial, if not what is listened on
     device: str = "auto"  # auto | cpu | cuda
-    dtype: str = "auto"  # auto = the checkpoint's; bf16 | fp16 | fp32
+    dtype: str = "auto"  # auto = the checkpoint's on CUDA, fp32 on CPU; bf16 | fp16 | fp32
     threads: int = 0  # 0 = all cores
     block_tokens: int = DEFAULT_BLOCK_TOKENS
     pool_gib: float | None = None

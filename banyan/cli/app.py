@@ -45,7 +45,7 @@ def up(
     ] = "127.0.0.1:7600",
     name: Name = "default",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, bf16, fp16 or fp32.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto (fp32 on a CPU), bf16, fp16 or fp32.")] = "auto",
     pool_gib: Annotated[float, typer.Option(help="KV memory per replica; 0 = automatic.")] = 0.0,
     context_tokens: Annotated[int, typer.Option(help="0 = the model's.")] = 0,
     ray_address: Annotated[

@@ -14,6 +14,9 @@ from banyan.client import Client
 from banyan.cluster import ray_head, state
 from banyan.events import ChoiceFinished, Collector, Completion, Decision, Delta
 from banyan.wire import Prompt
+from seams.errors import InvalidRequest
+
+CANDIDATES_SHOWN = 4
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,9 @@ def chat(target: Target, system: str, options: dict[str, Any], *, json_output: b
 
 
 def explain(target: Target, request_id: str, prompt: str, model: str, *, json_output: bool) -> None:
-    """One decision."""
+    """One decision. Raises InvalidRequest if neither an id nor a prompt was given."""
+    if not request_id and not prompt:
+        raise InvalidRequest("Give a request id, or --prompt TEXT.")
     with target.client() as client:
         decision = (
             client.explain(request_id) if request_id else client.explain(prompt=prompt, model=model)
@@ -149,11 +154,12 @@ def _show_decision(decision: Decision) -> None:
         f"of {decision.prompt_tokens} prompt tokens the best holder has "
         f"{decision.available_tokens}, the picked one {decision.chosen_tokens}; reused: {told}"
     )
-    names = list(dict.fromkeys(name for c in decision.candidates for name, _ in c.terms))
-    rows = [
-        [c.replica, c.matched_tokens, *(f"{dict(c.terms).get(n, 0.0) * 1e3:.2f}" for n in names),
-         f"{c.total_s * 1e3:.2f}"]
-        for c in decision.candidates
-    ]  # fmt: skip
-    titles = [f">{name} ms" for name in names]
-    output.table("", ["replica", ">held", *titles, ">total ms"], rows)
+    shown = decision.candidates[:CANDIDATES_SHOWN]  # a column each: the cheapest are first
+    costs = [dict(c.terms) for c in shown]
+    names = dict.fromkeys(name for terms in costs for name in terms)
+    rows: list[list[object]] = [["tokens held", *(c.matched_tokens for c in shown)]]
+    for name in names:
+        if any(terms.get(name) for terms in costs):  # what costs nothing anywhere says nothing
+            rows.append([f"{name}, ms", *(f"{t.get(name, 0.0) * 1e3:,.1f}" for t in costs)])
+    rows.append(["[bold]total, ms[/bold]", *(f"{c.total_s * 1e3:,.1f}" for c in shown)])
+    output.table("", ["", *(f">{c.replica}" for c in shown)], rows)

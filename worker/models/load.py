@@ -50,7 +50,7 @@ def load_model(config: ReplicaConfig, progress: Progress | None = None) -> Model
             f"A context of {context} tokens is not within the model's {parsed.context_tokens}."
         )
     with Checkpoint(folder) as checkpoint:
-        dtype = choose_dtype(config.dtype, checkpoint)
+        dtype = choose_dtype(config.dtype, checkpoint, device)
         hashing, reading = _two_parts(progress)
         fingerprint = model_fingerprint(checkpoint, parsed, hashing)
         weights = load_weights(checkpoint, parsed, dtype, device, reading)
@@ -100,10 +100,14 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name, 0) if name == "cuda" else torch.device(name)
 
 
-def choose_dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
-    """auto (the checkpoint's), bf16, fp16 or fp32 -> the dtype of weights and KV."""
+def choose_dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+    """auto, bf16, fp16 or fp32 -> the dtype of weights and KV.
+
+    auto is the checkpoint's on a GPU and fp32 on a CPU: there the torch path rounds differently for
+    different batches, and in bf16 that is enough to change the text of a cached answer.
+    """
     if name == "auto":
-        return checkpoint_dtype(checkpoint)
+        return checkpoint_dtype(checkpoint) if device.type == "cuda" else torch.float32
     for dtype, known in FLOATS.items():
         if name == known:
             return dtype
