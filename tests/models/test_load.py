@@ -56,18 +56,19 @@ def test_spec_of_a_loaded_model(folder: Path) -> None:
     spec = load(folder).spec
     assert (spec.name, spec.vocab_tokens, spec.context_tokens) == ("served", 24, 64)
     assert (spec.eos_token_ids, spec.block_tokens) == ((3, 7), 16)
-    assert spec.representation == Representation(dtype="bf16")
+    # on a CPU auto is fp32, whatever the checkpoint: cached text must be the computed one
+    assert spec.representation == Representation(dtype="fp32")
     (group,) = spec.groups
-    assert group == KVGroup(0, GroupKind.FULL, (0, 1), 2 * 2 * 1 * 16 * 4 * 2)
-    assert spec.numeric_class.startswith("cpu-") and spec.numeric_class.endswith("-bf16")
+    assert group == KVGroup(0, GroupKind.FULL, (0, 1), 2 * 2 * 1 * 16 * 4 * 4)
+    assert spec.numeric_class.startswith("cpu-") and spec.numeric_class.endswith("-fp32")
 
 
 def test_settings_reach_the_model(folder: Path) -> None:
     plain = load(folder).spec
-    spec = load(folder, dtype="fp32", context_tokens=40, block_tokens=8).spec
+    spec = load(folder, dtype="bf16", context_tokens=40, block_tokens=8).spec
     assert (spec.context_tokens, spec.block_tokens) == (40, 8)
-    assert spec.groups[0].block_bytes == plain.groups[0].block_bytes
-    assert spec.representation.dtype == "fp32" and spec.numeric_class != plain.numeric_class
+    assert spec.groups[0].block_bytes * 4 == plain.groups[0].block_bytes
+    assert spec.representation.dtype == "bf16" and spec.numeric_class != plain.numeric_class
     assert spec.fingerprint == plain.fingerprint  # dtype is representation, not identity
 
 
