@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from banyan.client import AsyncClient, Client
+    from seams.errors import BanyanError
 
 __version__ = "0.1.0"
-__all__ = ["AsyncClient", "Client", "__version__"]
+__all__ = ["AsyncClient", "BanyanError", "Client", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -19,4 +20,8 @@ def __getattr__(name: str) -> Any:
         from banyan import client
 
         return getattr(client, name)
+    if name == "BanyanError":
+        from seams.errors import BanyanError
+
+        return BanyanError
     raise AttributeError(f"module 'banyan' has no attribute {name!r}")

@@ -35,6 +35,23 @@ Temperature = Annotated[float, typer.Option(help="0 = greedy.")]
 TimeoutS = Annotated[float, typer.Option(help="Seconds for the whole call; 0 = no limit.")]
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from banyan import __version__
+
+        print(f"banyan {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main_options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
+    ] = False,
+) -> None:
+    """Banyan: a distributed, cache-aware serving cluster for large language models."""
+
+
 @app.command()
 def up(
     model: Annotated[str, typer.Option(help="demo, a folder, or a Hugging Face id.")] = "demo",
