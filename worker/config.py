@@ -27,7 +27,8 @@ class ReplicaConfig:
 
     `model` is a local folder, or fake:SHAPE for tests (worker/models/fake.py). `secret_file` holds
     the cluster secret (hex, mode 0600). `pool_gib` is KV memory over all groups; None = what the
-    device has left after the weights, at most 1 GiB on CPU.
+    device has left after the weights, at most 1 GiB on CPU. `progress_file` is told, as a number
+    from 0 to 1, how much of the model is loaded; nobody but a progress bar reads it.
     """
 
     replica: str
@@ -48,6 +49,7 @@ class ReplicaConfig:
     waiting_max: int = 1024
     cache: bool = True
     cache_domain: str = ""
+    progress_file: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """For `ReplicaConfig(**d)` on the other side."""

@@ -226,6 +226,7 @@ def _orders(launch: _Launch) -> list[dict[str, Any]]:
             threads=threads,
             pool_gib=_pool_gib(spec),
             context_tokens=spec.context_tokens,
+            progress_file=str(_progress_file(launch, name)),
         )
         for name in launch.record.replicas
     ]
@@ -270,7 +271,9 @@ def _wait_replicas(launch: _Launch) -> None:
                 if missing[name]:
                     missing[name] = wanted - _ready(client)
             seen = sum(len(wanted) - len(left) for left in missing.values())
-            done = (len(launch.built) + seen) / (len(wanted) * (1 + len(clients)))
+            loaded = sum(_loaded(launch, name) for name in wanted)
+            parts = len(wanted) * (2 + len(clients))  # loaded, warm, and seen by each router
+            done = (loaded + len(launch.built) + seen) / parts
             launch.report("replicas", done)
             _check_alive(launch)
             launch.check_time(f"{len(launch.built)} of {len(wanted)} replicas have started")
@@ -278,6 +281,20 @@ def _wait_replicas(launch: _Launch) -> None:
     finally:
         for client in clients.values():
             client.close()
+
+
+def _loaded(launch: _Launch, replica: str) -> float:
+    """Share of its model that a replica has loaded; of one on another machine only 0 or 1."""
+    if replica in launch.built:
+        return 1.0
+    try:
+        return float(_progress_file(launch, replica).read_text())
+    except (OSError, ValueError):  # not begun, or read while it is written
+        return 0.0
+
+
+def _progress_file(launch: _Launch, replica: str) -> Path:
+    return launch.folder / "run" / f"{replica}.loaded"
 
 
 def _ready(client: Any) -> set[str]:

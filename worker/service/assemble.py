@@ -24,6 +24,25 @@ def _text_files(model: str) -> dict[str, bytes]:
         raise ModelLoadError("The model's tokenizer files cannot be read.") from None
 
 
+class LoadProgress:
+    """Writes the share of the model that is loaded to a file, at most every percent. A file that
+    cannot be written is given up: it only draws a bar."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path) if path else None
+        self._percent = -1
+
+    def __call__(self, done: int, total: int) -> None:
+        percent = 100 * done // max(1, total)
+        if self._path is None or percent == self._percent:
+            return
+        self._percent = percent
+        try:
+            self._path.write_text(str(percent / 100))
+        except OSError:
+            self._path = None
+
+
 def load_parts(config: ReplicaConfig) -> ReplicaParts:
     """Load the model and build its engine. Raises ModelLoadError, OutOfBlocks or LaunchError."""
     import torch
@@ -33,7 +52,7 @@ def load_parts(config: ReplicaConfig) -> ReplicaParts:
     from worker.models.load import load_model, plan_blocks
 
     torch.set_num_threads(thread_count(config.threads))
-    model = load_model(config)
+    model = load_model(config, LoadProgress(config.progress_file))
     blocks = plan_blocks(config, model.spec)
     clock = SystemClock()
     limits = EngineConfig(
