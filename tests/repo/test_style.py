@@ -88,3 +88,11 @@ def test_no_absolute_paths_of_one_machine() -> None:
         if f != relative(Path(__file__)) and pattern.search((REPOSITORY / f).read_text())
     ]
     assert not wrong
+
+
+def test_test_modules_have_names_of_their_own() -> None:
+    """pytest imports them by bare name: two of one name end the whole run."""
+    names = [
+        path.name for path in (REPOSITORY / "tests").rglob("*.py") if path.name != "conftest.py"
+    ]
+    assert sorted(names) == sorted(set(names))
