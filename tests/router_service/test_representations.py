@@ -16,7 +16,7 @@ import grpc.aio
 import pytest
 from loopback_cluster import Cluster, cluster, prompt, run
 from scripted_replica import Script, ScriptedReplica, expected
-from test_router_process import start, wait_ready, write_config
+from test_router_process import QUIET, start, wait_ready, write_config
 from test_with_workers import Processes, generate, ready
 
 from banyan.v1 import api_pb2, api_pb2_grpc, common_pb2, internal_pb2
@@ -28,7 +28,9 @@ TOKENS = 400
 @pytest.fixture
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     folder = tmp_path_factory.mktemp("mixed")
-    router = start(write_config(folder, lease_ms=3000, heartbeat_ms=100, queue_wait_s_max=60.0))
+    router = start(
+        write_config(folder, lease_ms=3000, heartbeat_ms=100, queue_wait_s_max=60.0), *QUIET
+    )
     running = Processes(folder, wait_ready(folder, router), {})
     try:
         for name, model in SHAPES.items():

@@ -40,6 +40,9 @@ def write_config(folder: Path, **changes: Any) -> Path:
     return path
 
 
+QUIET = ("--log-level", "warning")  # where nobody reads the pipe: once full, it would hold all up
+
+
 def start(config: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "router", "--config", str(config), *arguments],

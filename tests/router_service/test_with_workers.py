@@ -22,7 +22,7 @@ import grpc
 import grpc.aio
 import pytest
 from loopback_cluster import Answer, Cluster
-from test_router_process import start, wait_ready, write_config
+from test_router_process import QUIET, start, wait_ready, write_config
 
 from banyan.v1 import api_pb2, api_pb2_grpc, common_pb2
 
@@ -67,7 +67,9 @@ class Processes:
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     folder = tmp_path_factory.mktemp("cluster")
-    router = start(write_config(folder, lease_ms=3000, heartbeat_ms=200, queue_wait_s_max=60.0))
+    router = start(
+        write_config(folder, lease_ms=3000, heartbeat_ms=200, queue_wait_s_max=60.0), *QUIET
+    )
     running = Processes(folder, wait_ready(folder, router), {})
     for name in NAMES:
         running.start_worker(name)
