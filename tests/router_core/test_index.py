@@ -188,6 +188,18 @@ CHAIN = st.integers(0, len(CHAINS) - 1)
 LOCAL = st.sampled_from([DEVICE, HOST, DISK])
 
 
+def closed(sets: dict[int, set[bytes]]) -> bool:
+    """The law that replicas keep (leaf first) and bisection rests on: no holes in any chain."""
+    held: set[bytes] = set()
+    for more in (sets[DEVICE] | sets[BOOKED], sets[HOST], sets[DISK]):
+        held = held | more
+        for keys in CHAINS:
+            start = len(list(takewhile(held.__contains__, keys)))
+            if held.intersection(keys[start:]):
+                return False
+    return True
+
+
 class IndexMachine(RuleBasedStateMachine):
     """Several slots; every operation keeps each one's cumulative sets closed under prefixes."""
 
@@ -236,10 +248,14 @@ class IndexMachine(RuleBasedStateMachine):
         if len(head) <= depth:
             return
         gone = {k for keys in CHAINS if keys[: depth + 1] == head for k in keys[depth:]}
+        left = {lane: set(held) for lane, held in self.model[slot].items()}
+        for lane in (*range(tier + 1), BOOKED):
+            left[lane] -= gone
+        if not closed(left):  # something further on had its copy in a slower tier only
+            return
         for lane in range(tier + 1):
             self.index.remove(slot, lane, names(sorted(gone)))
-            self.model[slot][lane] -= gone
-        self.model[slot][BOOKED] -= gone
+        self.model[slot] = left
 
     @precondition(lambda self: self.model)
     @rule(number=st.integers(0, 5), chain=CHAIN, depth=st.integers(0, 11), tier=LOCAL)
@@ -252,12 +268,14 @@ class IndexMachine(RuleBasedStateMachine):
         moved = {k for k in tail if k in sets[DEVICE] | sets[HOST] | sets[DISK]}
         if tier == DEVICE or not moved:
             return
+        left = {lane: held - moved for lane, held in sets.items()}
+        left[BOOKED] = sets[BOOKED] - tail
+        left[tier] |= moved
+        if not closed(left):  # blocks on disk may not overtake those before them
+            return
         self.index.move(slot, tier, names(sorted(moved)))
         self.index.unbook(slot, names(sorted(tail)))
-        sets[BOOKED] -= tail
-        for lane in (DEVICE, HOST, DISK):
-            sets[lane] -= moved
-        sets[tier] |= moved
+        self.model[slot] = left
 
     @precondition(lambda self: self.model)
     @rule(number=st.integers(0, 5), chain=CHAIN, depth=st.integers(1, 12))
@@ -272,6 +290,7 @@ class IndexMachine(RuleBasedStateMachine):
         slot = self.slot(number)
         self.index.unbook(slot, names(sorted(k for keys in CHAINS for k in keys)))
         self.model[slot][BOOKED].clear()
+        assert closed(self.model[slot])
 
     @precondition(lambda self: self.model)
     @rule(number=st.integers(0, 5))
