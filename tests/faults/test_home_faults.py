@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -42,20 +43,23 @@ def test_a_state_file_that_cannot_be_read_is_not_taken_for_none(
         state.load("c")
 
 
-@pytest.fixture
+@contextmanager
 def small_files() -> Iterator[None]:
-    """Writes past 64 bytes of a file fail, as they do on a full disk."""
+    """Writes past 64 bytes of a file fail, as they do on a full disk. Only around the call in
+    question: pytest's own output may be a file too."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     action = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, action)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, action)
 
 
-def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path: Path, small_files: None) -> None:
+def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
     write_private(tmp_path / "f", "old")
-    with pytest.raises(LaunchError, match="cannot be written"):
+    with pytest.raises(LaunchError, match="cannot be written"), small_files():
         write_private(tmp_path / "f", "x" * 1000)
     assert (tmp_path / "f").read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["f"]
