@@ -6,6 +6,13 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# The same examples in every run, and no verdict on how fast this machine is.
+settings.register_profile(
+    "banyan", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("banyan")
 
 # Threads of a matrix product sleep while they wait: spinning beside any busy neighbour makes a step
 # ten times slower. Before torch is loaded.
