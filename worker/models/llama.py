@@ -71,6 +71,7 @@ class _Layer:
     attention: AttentionSpec
     group: int
     index: int  # among the group's layers
+    rope: int  # which of the model's tables
 
 
 class LlamaModel:
@@ -96,7 +97,9 @@ class LlamaModel:
         grouped = page_layouts(config, block_tokens, dtype)
         self._layouts = tuple(layout for _, layout in grouped)
         self._layers = _place_layers(config, weights, [group for group, _ in grouped])
-        self._rope = build_table(config.rope, config.head_dim, context_tokens, self._device)
+        ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
+        self._ropes = [build_table(r, config.head_dim, context_tokens, self._device) for r in ropes]
+        self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
         self._pools: list[torch.Tensor] = []  # uint8 [blocks, block_bytes], one per group
         self._pages: list[list[PageLoader]] = []  # [group][layer of the group]
         self._spec = ModelSpec(
@@ -153,9 +156,10 @@ class LlamaModel:
         ]
         token_ids = torch.tensor(plan.token_ids, dtype=torch.int64, device=self._device)
         hidden = F.embedding(token_ids, self._weights.embedding).float()
-        angles = self._rope.at(batches[0].positions)
+        hidden *= self._embedding_scale
+        angles = [table.at(batches[0].positions) for table in self._ropes]
         for layer in self._layers:
-            self._attend(layer, hidden, angles, batches[layer.group])
+            self._attend(layer, hidden, angles[layer.rope], batches[layer.group])
             self._feed_forward(layer.weights, hidden)
         return self._logits(hidden, [sample.row for sample in plan.samples])
 
@@ -199,12 +203,16 @@ class LlamaModel:
         if weights.query_norm is not None and weights.key_norm is not None:
             turned = self._normed_heads(turned, weights.query_norm, weights.key_norm)
         query, keys = torch.split(
-            rotate(turned, *angles), [config.query_heads, config.kv_heads], dim=1
+            rotate(turned, *angles).to(heads.dtype), [config.query_heads, config.kv_heads], dim=1
         )
         pages = self._pages[layer.group][layer.index]
         pages.write(batch.slots, keys, values)
         attended = self._backend.attend(query, pages, batch, layer.attention).out
-        hidden += F.linear(attended.flatten(1), weights.output, weights.output_bias)
+        self._add(
+            hidden,
+            F.linear(attended.flatten(1), weights.output, weights.output_bias),
+            weights.attention_post_norm,
+        )
 
     def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The residual stream as a layer reads it: normalised, in the model's dtype."""
@@ -214,9 +222,9 @@ class LlamaModel:
     def _normed_heads(
         self, heads: torch.Tensor, query_norm: torch.Tensor, key_norm: torch.Tensor
     ) -> torch.Tensor:
-        """Per-head norms of Qwen3: heads [N, Hq + Hkv, head_dim], queries first."""
+        """Per-head norms: heads [N, Hq + Hkv, head_dim], queries first; float32, to be rotated."""
         config = self._config
-        query, keys = torch.split(heads, [config.query_heads, config.kv_heads], dim=1)
+        query, keys = torch.split(heads.float(), [config.query_heads, config.kv_heads], dim=1)
         shape = (config.head_dim,)
         return torch.cat(
             (
@@ -230,12 +238,28 @@ class LlamaModel:
         """Adds the gated MLP's output to hidden float32 [N, hidden]."""
         normed = self._normed(hidden, weights.mlp_norm)
         gate, up = F.linear(normed, weights.gate_up, weights.gate_up_bias).chunk(2, dim=1)
-        hidden += F.linear(F.silu(gate).mul_(up), weights.down, weights.down_bias)
+        if self._config.activation == "gelu_tanh":
+            gate = F.gelu(gate, approximate="tanh")
+        else:
+            gate = F.silu(gate)
+        self._add(
+            hidden,
+            F.linear(gate.mul_(up), weights.down, weights.down_bias),
+            weights.mlp_post_norm,
+        )
+
+    def _add(self, hidden: torch.Tensor, part: torch.Tensor, norm: torch.Tensor | None) -> None:
+        """Adds a layer's output to the residual stream, normed where the model does so."""
+        if norm is not None:
+            part = F.rms_norm(part.float(), (self._config.hidden,), norm, self._config.norm_eps)
+        hidden += part
 
     def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
         """float32 [len(rows), vocab] of the rows that a token is drawn from."""
         picked = hidden[torch.tensor(rows, dtype=torch.int64, device=self._device)]
-        return F.linear(self._normed(picked, self._weights.norm), self._weights.head).float()
+        logits = F.linear(self._normed(picked, self._weights.norm), self._weights.head).float()
+        cap = self._config.final_cap
+        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
 
 def _place_layers(
@@ -252,11 +276,13 @@ def _place_layers(
                 kv_heads=config.kv_heads,
                 qk_dim=config.head_dim,
                 v_dim=config.head_dim,
-                scale=config.head_dim**-0.5,
+                scale=config.attention_scale,
                 window=config.windows[i],
+                soft_cap=config.attention_cap,
             ),
             group=places[i][0],
             index=places[i][1],
+            rope=int(config.local_rope is not None and config.windows[i] > 0),
         )
         for i in range(config.layers)
     )

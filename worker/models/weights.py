@@ -28,14 +28,14 @@ FLOATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One decoder layer. Matrices are [out, in]; absent biases and norms are None. Norms that read
-    the residual stream are float32, as the stream is; the rest has the model's dtype.
+    """One decoder layer. Matrices are [out, in]; absent biases and norms are None. Norms are
+    float32, with the offset of their model type added; the rest has the model's dtype.
     """
 
     input_norm: torch.Tensor  # float32 [hidden]
     qkv: torch.Tensor  # [(Hq + 2 Hkv) * head_dim, hidden]
     qkv_bias: torch.Tensor | None
-    query_norm: torch.Tensor | None  # [head_dim]
+    query_norm: torch.Tensor | None  # float32 [head_dim]
     key_norm: torch.Tensor | None
     output: torch.Tensor  # [hidden, Hq * head_dim]
     output_bias: torch.Tensor | None
@@ -44,6 +44,8 @@ class LayerWeights:
     gate_up_bias: torch.Tensor | None
     down: torch.Tensor  # [hidden, intermediate]
     down_bias: torch.Tensor | None
+    attention_post_norm: torch.Tensor | None = None  # float32 [hidden], of attention's output
+    mlp_post_norm: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -158,8 +160,10 @@ class _Reader:
         dtype: torch.dtype,
         device: torch.device,
         progress: Progress | None,
+        norm_offset: float,
     ) -> None:
         self._checkpoint = checkpoint
+        self._norm_offset = norm_offset
         self._dtype = dtype
         self._device = device
         self._progress = progress
@@ -167,8 +171,8 @@ class _Reader:
         self.used: set[str] = set()
 
     def norm(self, name: str, width: int) -> torch.Tensor:
-        """A norm of the residual stream: float32 [width]."""
-        return self.rows([(name, width)], None, torch.float32)
+        """A norm's weight: float32 [width], the offset added in float32."""
+        return self.rows([(name, width)], None, torch.float32).add_(self._norm_offset)
 
     def rows(
         self,
@@ -218,7 +222,7 @@ def load_weights(
     """Read every tensor the decoder needs; raises ModelLoadError if one is missing, misshapen or
     left over (a leftover means that the model is not the one its config claims).
     """
-    reader = _Reader(checkpoint, dtype, device, progress)
+    reader = _Reader(checkpoint, dtype, device, progress, config.norm_offset)
     embedding = reader.rows([(EMBEDDING, config.vocab_tokens)], config.hidden)
     layers = tuple(_layer(reader, config, f"model.layers.{i}.") for i in range(config.layers))
     norm = reader.norm("model.norm.weight", config.hidden)
@@ -238,27 +242,34 @@ def _layer(reader: _Reader, config: ModelConfig, prefix: str) -> LayerWeights:
             return None
         return rows([(name.removesuffix("weight") + "bias", count) for name, count in parts], None)
 
-    def head_norm(name: str) -> torch.Tensor | None:
-        return rows([(name, config.head_dim)], None) if config.qk_norm else None
+    def norm(present: bool, name: str, width: int = config.hidden) -> torch.Tensor | None:
+        return reader.norm(prefix + name, width) if present else None
 
     query, key = config.query_heads * config.head_dim, config.kv_heads * config.head_dim
     qkv = [(f"self_attn.{n}_proj.weight", r) for n, r in (("q", query), ("k", key), ("v", key))]
-    output = [("self_attn.o_proj.weight", config.hidden)]
     gate_up = [(f"mlp.{n}_proj.weight", config.intermediate) for n in ("gate", "up")]
+    if config.model_type == "phi3":  # stored as we fuse them
+        qkv = [("self_attn.qkv_proj.weight", config.qkv_rows)]
+        gate_up = [("mlp.gate_up_proj.weight", 2 * config.intermediate)]
+    output = [("self_attn.o_proj.weight", config.hidden)]
     down = [("mlp.down_proj.weight", config.hidden)]
+    post = config.post_norms
+    mlp_norm = "pre_feedforward_layernorm" if post else "post_attention_layernorm"
     return LayerWeights(
         input_norm=reader.norm(prefix + "input_layernorm.weight", config.hidden),
         qkv=rows(qkv, config.hidden),
         qkv_bias=bias(config.qkv_bias, qkv),
-        query_norm=head_norm("self_attn.q_norm.weight"),
-        key_norm=head_norm("self_attn.k_norm.weight"),
+        query_norm=norm(config.qk_norm, "self_attn.q_norm.weight", config.head_dim),
+        key_norm=norm(config.qk_norm, "self_attn.k_norm.weight", config.head_dim),
         output=rows(output, query),
         output_bias=bias(config.output_bias, output),
-        mlp_norm=reader.norm(prefix + "post_attention_layernorm.weight", config.hidden),
+        mlp_norm=reader.norm(f"{prefix}{mlp_norm}.weight", config.hidden),
         gate_up=rows(gate_up, config.hidden),
         gate_up_bias=bias(config.mlp_bias, gate_up),
         down=rows(down, config.intermediate),
         down_bias=bias(config.mlp_bias, down),
+        attention_post_norm=norm(post, "post_attention_layernorm.weight"),
+        mlp_post_norm=norm(post, "post_feedforward_layernorm.weight"),
     )
 
 
