@@ -103,12 +103,55 @@ def test_projections_are_fused_in_order_and_cast(tmp_path: Path) -> None:
     assert told[-1][0] == sizes <= told[-1][1]
 
 
-def test_norms_of_the_residual_stream_stay_float32(tmp_path: Path) -> None:
+def test_norms_stay_float32(tmp_path: Path) -> None:
     save_file(tensors(), tmp_path / SINGLE)
     weights = read(tmp_path)
     assert weights.norm.dtype is weights.layers[0].mlp_norm.dtype is torch.float32
     assert weights.layers[0].input_norm.dtype is torch.float32
+    query_norm, key_norm = weights.layers[0].query_norm, weights.layers[0].key_norm
+    assert query_norm is not None and query_norm.dtype is torch.float32
+    assert key_norm is not None and key_norm.dtype is torch.float32
     assert weights.layers[0].qkv.dtype is weights.embedding.dtype is torch.bfloat16
+
+
+def test_gemma_norms_hold_their_offset_unrounded(tmp_path: Path) -> None:
+    held = tensors()
+    layer = "model.layers.1."
+    for i in range(2):
+        for name in ("pre_feedforward", "post_feedforward"):
+            held[f"model.layers.{i}.{name}_layernorm.weight"] = torch.full((8,), 2.0**-9 * (i + 1))
+    save_file({n: t.bfloat16() for n, t in held.items()}, tmp_path / SINGLE)
+    weights = read(tmp_path, model_type="gemma3_text")
+    made = weights.layers[1]
+    assert torch.equal(made.mlp_norm, torch.full((8,), 1 + 2.0**-8))  # no bfloat16 number
+    assert made.mlp_post_norm is not None and torch.equal(made.mlp_post_norm, made.mlp_norm)
+    for norm, name in (
+        (made.input_norm, "input_layernorm"),
+        (made.attention_post_norm, "post_attention_layernorm"),
+        (made.query_norm, "self_attn.q_norm"),
+        (made.key_norm, "self_attn.k_norm"),
+    ):
+        assert norm is not None
+        assert torch.equal(norm, 1 + held[f"{layer}{name}.weight"].float())
+    assert torch.equal(weights.norm, 1 + held["model.norm.weight"].float())
+
+
+def test_phi_checkpoints_are_fused_already(tmp_path: Path) -> None:
+    held = tensors()
+    fused = {n: t for n, t in held.items() if "attn" not in n and "_proj" not in n}
+    for i in range(2):
+        layer = f"model.layers.{i}."
+        for joined, parts in (("self_attn.qkv", "qkv"), ("mlp.gate_up", ("gate", "up"))):
+            names = [f"{layer}{joined.split('.')[0]}.{part}_proj.weight" for part in parts]
+            fused[f"{layer}{joined}_proj.weight"] = torch.cat([held[n] for n in names])
+        for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+            fused[layer + name] = held[layer + name]
+    for folder, kept, kind in (("fused", fused, "phi3"), ("apart", held, "qwen3")):
+        (tmp_path / folder).mkdir()
+        save_file(kept, tmp_path / folder / SINGLE)
+        layer_weights = read(tmp_path / folder, model_type=kind).layers[1]
+        assert torch.equal(layer_weights.qkv, fused["model.layers.1.self_attn.qkv_proj.weight"])
+        assert torch.equal(layer_weights.gate_up, fused["model.layers.1.mlp.gate_up_proj.weight"])
 
 
 def test_a_tied_head_is_the_embedding_even_if_stored_twice(tmp_path: Path) -> None:

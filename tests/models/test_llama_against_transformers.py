@@ -47,15 +47,19 @@ def load(folder: Path, **fields: Any) -> Model:
 
 
 def reference_models(folder: Path) -> dict[str, Any]:
-    """transformers' model by the name of its attention path."""
+    """transformers' model by the name of its attention path. A model that has but the eager one
+    (Gemma 2) is compared with its own rounding: with the same in float64.
+    """
     from transformers import AutoModelForCausalLM
 
-    return {
-        path: AutoModelForCausalLM.from_pretrained(
-            folder, attn_implementation=path, dtype=torch.float32
-        ).eval()
-        for path in ("eager", "sdpa")
-    }
+    def load(path: str, dtype: torch.dtype) -> Any:
+        made = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=path, dtype=dtype)
+        return made.eval()
+
+    models = {"eager": load("eager", torch.float32)}
+    if models["eager"]._supports_sdpa:
+        return models | {"sdpa": load("sdpa", torch.float32)}
+    return models | {"float64": load("eager", torch.float64)}
 
 
 @torch.inference_mode()
@@ -167,6 +171,7 @@ def test_real_model_prefix_hit(real: Yardstick, stepper: Stepper, shared: int) -
     real.check(4, torch.stack(second.logits), f"hit of {shared}", first=shared)
 
 
+GEMMA3_LAYERS = {"layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"]}
 SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "llama_biased": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
@@ -199,6 +204,43 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_biased": ("Qwen3Config", {"head_dim": 16, "attention_bias": True}),
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "mistral_window": ("MistralConfig", {"sliding_window": 21}),
+    "phi3": ("Phi3Config", {}),
+    "phi3_window": ("Phi3Config", {"sliding_window": 21}),
+    "gemma": ("GemmaConfig", {"head_dim": 32, "num_key_value_heads": 1}),
+    "gemma2_window": ("Gemma2Config", {"sliding_window": 21, "head_dim": 32}),
+    "gemma2_bare_window": (
+        "Gemma2Config",
+        {
+            "sliding_window": 21,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 144,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "attention_bias": True,
+        },
+    ),
+    "gemma3_window": (
+        "Gemma3TextConfig",
+        {"sliding_window": 21, "head_dim": 256, "num_key_value_heads": 1, **GEMMA3_LAYERS},
+    ),
+    "gemma3_capped_window": (
+        "Gemma3TextConfig",
+        {
+            "sliding_window": 21,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 48,
+            "final_logit_softcapping": 10.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            **GEMMA3_LAYERS,
+        },
+    ),
+    "gemma3_long_window": (  # longer than the context: the layers still have their own RoPE
+        "Gemma3TextConfig",
+        {"sliding_window": 512, "head_dim": 32, **GEMMA3_LAYERS},
+    ),
 }
 
 

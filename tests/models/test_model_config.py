@@ -111,6 +111,16 @@ def test_both_ways_to_write_rope(old_and_new: tuple[dict[str, Any], dict[str, An
             },
             (0, 0, 0, 100),
         ),
+        ({"model_type": "phi3", "sliding_window": 100}, (100,) * 4),
+        ({"model_type": "phi3"}, (0,) * 4),
+        ({"model_type": "gemma"}, (0,) * 4),
+        ({"model_type": "gemma2", "sliding_window": 100}, (100, 0, 100, 0)),
+        ({"model_type": "gemma2", "sliding_window": 512}, (0,) * 4),
+        ({"model_type": "gemma3_text", "sliding_window": 512}, (512,) * 4),
+        (
+            {"model_type": "gemma3_text", "sliding_window": 9, "sliding_window_pattern": 3},
+            (9, 9, 0, 9),
+        ),
         (
             {
                 "model_type": "qwen3",
@@ -124,6 +134,43 @@ def test_both_ways_to_write_rope(old_and_new: tuple[dict[str, Any], dict[str, An
 )
 def test_windows(changes: dict[str, Any], windows: tuple[int, ...]) -> None:
     assert parse(**changes).windows == windows
+
+
+def test_gemmas_differ_from_llama() -> None:
+    plain = parse()
+    assert (plain.activation, plain.attention_cap, plain.final_cap) == ("silu", 0.0, 0.0)
+    assert (plain.embedding_scale, plain.attention_scale) == (1.0, 0.25)
+    assert plain.local_rope is None and not plain.post_norms and plain.norm_offset == 0.0
+    first, second, third = (parse(model_type=t) for t in ("gemma", "gemma2", "gemma3_text"))
+    for gemma in (first, second, third):
+        assert gemma.activation == "gelu_tanh" and gemma.tied and gemma.head_dim == 256
+        assert gemma.embedding_scale == 8.0 and gemma.norm_offset == 1.0
+    assert (second.attention_cap, second.final_cap) == (50.0, 30.0)
+    assert (third.attention_cap, third.final_cap) == (0.0, 0.0)
+    uncapped = parse(model_type="gemma2", attn_logit_softcapping=None, final_logit_softcapping=None)
+    assert (uncapped.attention_cap, uncapped.final_cap) == (0.0, 0.0)
+    assert (first.post_norms, second.post_norms, third.post_norms) == (False, True, True)
+    assert (first.qk_norm, second.qk_norm, third.qk_norm) == (False, False, True)
+    assert parse(model_type="gemma", hidden_act="gelu").activation == "gelu_tanh"
+    assert parse(model_type="gemma2", query_pre_attn_scalar=64).attention_scale == 0.125
+    assert parse(model_type="gemma", head_dim=64).attention_scale == 0.125
+
+
+def test_both_ways_to_write_the_two_ropes_of_gemma_3() -> None:
+    old = {
+        "rope_theta": 5e5,
+        "rope_local_base_freq": 2e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+    new = {
+        "full_attention": {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    }
+    gemma = parse(model_type="gemma3_text", **old)
+    assert gemma == parse(model_type="gemma3_text", rope_parameters=new)
+    assert gemma.rope == RopeConfig(5e5, "linear", 8.0) and gemma.local_rope == RopeConfig(2e4)
+    implied = parse(model_type="gemma3_text")
+    assert (implied.rope, implied.local_rope) == (RopeConfig(1e6), RopeConfig(1e4))
 
 
 def test_end_tokens_of_both_files() -> None:
@@ -162,6 +209,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
     ({"rope_parameters": {"rope_type": "llama3", **LLAMA3_ROPE, "high_freq_factor": 1}}, "high"),
     ({"partial_rotary_factor": 0.5}, "Partial"),
+    ({"model_type": "phi3", "rope_scaling": {"type": "longrope"}}, "longrope"),
+    ({"model_type": "phi3", "partial_rotary_factor": 0.75}, "Partial"),
+    ({"model_type": "gemma3_text", "rope_parameters": {"rope_theta": 1e6}}, "layer types"),
+    ({"model_type": "gemma2", "sliding_window": None}, "sliding_window"),
+    ({"model_type": "gemma2", "final_logit_softcapping": 0}, "final_logit_softcapping"),
+    ({"model_type": "gemma2", "use_bidirectional_attention": True}, "later ones"),
+    ({"model_type": "gemma2", "hidden_activation": "gelu"}, "gelu"),
     ({"model_type": "mistral", "sliding_window": 0}, "sliding_window"),
     (
         {
