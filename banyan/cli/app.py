@@ -209,7 +209,7 @@ def bench(
 
 @model_app.command("fetch")
 def model_fetch(
-    model: Annotated[str, typer.Argument(help="demo, or a Hugging Face id.")] = "demo",
+    model: Annotated[str, typer.Argument(help="demo, gemma, or a Hugging Face id.")] = "demo",
     json_output: Json = False,
 ) -> None:
     """Download and convert a model; instant if it is there already."""

