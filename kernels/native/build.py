@@ -1,0 +1,181 @@
+"""Builds and loads the compiled CPU path for this machine's instruction set; knows no model.
+
+One shared library per instruction set, kept under a name that holds a hash of the sources, flags
+and compiler, so a newer version never meets an older build. It takes seconds; who comes second, in
+another process, waits for the first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "src"
+ABI_VERSION = 1
+BUILD_S_MAX = 300.0
+COMPILERS = ("g++", "c++", "clang++")
+FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-Wno-psabi")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class InstructionSet:
+    """One build. `needs` are /proc/cpuinfo's flags; `flags` the compiler's."""
+
+    name: str
+    needs: frozenset[str]
+    flags: tuple[str, ...]
+
+
+_AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma")
+_BF16 = (*_AVX512, "avx512_bf16")
+_AMX = (*_BF16, "amx_tile", "amx_bf16")
+
+
+def _flags(needs: Sequence[str], contract: str) -> tuple[str, ...]:
+    names = {"avx512_bf16": "avx512bf16", "amx_tile": "amx-tile", "amx_bf16": "amx-bf16"}
+    return (f"-ffp-contract={contract}", *(f"-m{names.get(name, name)}" for name in needs))
+
+
+# Best first. With AVX-512 each fused multiply-add is spelled out; elsewhere the compiler fuses all.
+INSTRUCTION_SETS = (
+    InstructionSet("amx", frozenset(_AMX), _flags(_AMX, "off")),
+    InstructionSet("avx512_bf16", frozenset(_BF16), _flags(_BF16, "off")),
+    InstructionSet("avx512", frozenset(_AVX512), _flags(_AVX512, "off")),
+    InstructionSet("avx2", frozenset(("avx2", "fma")), _flags(("avx2", "fma"), "fast")),
+    InstructionSet("portable", frozenset(), ("-ffp-contract=off",)),
+)
+
+
+class NativeUnavailable(Exception):
+    """There is no compiled path here; one sentence why."""
+
+
+@cache
+def cpu_flags() -> frozenset[str]:
+    """What the kernel says this CPU can do; empty where there is no /proc/cpuinfo."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return frozenset()
+    lines = (line.partition(":") for line in text.splitlines())
+    return frozenset(next((v for k, _, v in lines if k.strip() == "flags"), "").split())
+
+
+def supported() -> list[InstructionSet]:
+    """The builds this CPU can run, best first."""
+    return [one for one in INSTRUCTION_SETS if one.needs <= cpu_flags()]
+
+
+def cache_folder() -> Path:
+    """Where builds are kept: $BANYAN_HOME/native, or ~/.cache/banyan/native."""
+    given = os.environ.get("BANYAN_HOME")
+    home = Path(given).expanduser() if given else Path.home() / ".cache" / "banyan"
+    return home / "native"
+
+
+def compiler() -> str:
+    """$CXX, or the first C++ compiler found; NativeUnavailable if there is none."""
+    given = os.environ.get("CXX", "")
+    for name in (given,) if given else COMPILERS:
+        if (found := shutil.which(name)) is not None:
+            return found
+    raise NativeUnavailable("There is no C++ compiler on this machine.")
+
+
+_lock = threading.Lock()
+_loaded: dict[str, ctypes.CDLL] = {}
+
+
+def library(isa: str = "") -> tuple[ctypes.CDLL, str]:
+    """The loaded library and its instruction set's name: the best that runs here, or the one named.
+
+    Builds it if it is not in the cache. Raises NativeUnavailable.
+    """
+    wanted = [one for one in supported() if isa in ("", one.name)]
+    reason = NativeUnavailable(f"This CPU cannot run the build {isa!r}.")
+    for one in wanted:
+        with _lock:
+            try:
+                if one.name not in _loaded:
+                    _loaded[one.name] = _load(one)
+                return _loaded[one.name], one.name
+            except NativeUnavailable as error:
+                reason = error
+    raise reason
+
+
+def _load(isa: InstructionSet) -> ctypes.CDLL:
+    path = _build(isa)
+    try:
+        loaded = ctypes.CDLL(str(path))
+        loaded.banyan_version.restype = ctypes.c_int32
+        loaded.banyan_allowed.restype = ctypes.c_int32
+        version, allowed = loaded.banyan_version(), loaded.banyan_allowed()
+    except (OSError, AttributeError) as error:
+        raise NativeUnavailable(f"The build {path.name} cannot be loaded: {error}.") from None
+    if version != ABI_VERSION:
+        raise NativeUnavailable(f"The build {path.name} is of version {version}.")
+    if not allowed:
+        raise NativeUnavailable(f"The kernel does not let this process use {isa.name}.")
+    return loaded
+
+
+def _build(isa: InstructionSet) -> Path:
+    """The library's path; built unless it is there."""
+    cxx = compiler()
+    command = [cxx, *FLAGS, *isa.flags]
+    digest = hashlib.sha256("\0".join([*command, _compiler_version(cxx)]).encode())
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    folder = cache_folder()
+    target = folder / f"banyan-{isa.name}-{digest.hexdigest()[:16]}.so"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f".{isa.name}.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.is_file():
+                _compile(command, target)
+    except OSError as error:
+        raise NativeUnavailable(f"{folder} cannot be written: {error.strerror}.") from None
+    return target
+
+
+@cache
+def _compiler_version(cxx: str) -> str:
+    try:
+        ran = subprocess.run([cxx, "--version"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        raise NativeUnavailable(f"The compiler {cxx} does not run.") from None
+    return f"{platform.machine()} {ran.stdout}"
+
+
+def _compile(command: Sequence[str], target: Path) -> None:
+    """Compile to a name of our own and rename: a killed build leaves nothing that looks whole."""
+    fresh = target.with_name(f".{target.name}.{os.getpid()}")
+    _log.info("building the compiled CPU path: %s", target.name)
+    full = [*command, str(SOURCES / "decoder.cpp"), "-o", str(fresh)]
+    try:
+        ran = subprocess.run(full, capture_output=True, text=True, timeout=BUILD_S_MAX)
+        if ran.returncode != 0 or not fresh.is_file():
+            _log.warning("the build failed:\n%s", ran.stderr[-4000:])
+            raise NativeUnavailable(
+                f"{Path(command[0]).name} could not build the compiled CPU path."
+            )
+        fresh.replace(target)
+    except subprocess.TimeoutExpired:
+        raise NativeUnavailable("The build of the compiled CPU path took too long.") from None
+    finally:
+        fresh.unlink(missing_ok=True)

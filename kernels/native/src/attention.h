@@ -1,0 +1,330 @@
+// Attention that reads pages in place: up to 16 query rows of one KV head against their sequence.
+//
+// It walks fixed chunks of 64 positions from position 0 with a running softmax (Milakov and
+// Gimelshein, 2018; FlashAttention's inner loop), so a row's result depends on its own sequence
+// only: what is masked adds exactly nothing, however many rows share the walk.
+//
+// A page of one head: keys [dim/STEP][tokens][STEP], values [tokens/STEP][dim][STEP]. A score is one
+// lane per token, an output one lane per column. `Pages` is where codecs plug in: it returns pages in
+// this form, in place or decoded into its own scratch.
+#pragma once
+
+#include "gemm.h"
+
+namespace banyan {
+
+constexpr int TILE_ROWS = 16;   // query rows of one walk
+constexpr int SUBPAGE = 16;     // tokens of a vector; block_tokens is a multiple of it
+constexpr int CHUNK = 64;       // positions between two rescalings
+constexpr int SUBPAGES = CHUNK / SUBPAGE;
+constexpr int DIM_MAX = 256;
+
+// Pages of the model's own dtype, read where they lie.
+template <class E>
+struct PlainPages {
+  const E* pool;         // of one layer's keys
+  size_t block_elements; // from one block to the next
+  size_t values_offset;  // from a layer's keys to its values
+  int block_tokens, dim;
+  const int32_t* table;
+
+  // Position p0 (a multiple of SUBPAGE) of a head: keys (rows `key_stride` elements apart) and
+  // values; false if the block is absent.
+  bool at(int p0, int head, const E*& keys, const E*& values) const {
+    constexpr int STEP = Num<E>::STEP;
+    const int32_t block = table[p0 / block_tokens];
+    if (block < 0) return false;
+    const int offset = p0 % block_tokens;
+    const E* page = pool + block * block_elements + (size_t)head * block_tokens * dim;
+    keys = page + offset * STEP;
+    values = page + values_offset + (size_t)offset * dim;
+    return true;
+  }
+  int key_stride() const { return block_tokens * Num<E>::STEP; }
+};
+
+struct AttentionShape {
+  int dim;
+  int window;     // 0 = unbounded
+  float scale;    // of the logits
+  float cap;      // 0 = off
+};
+
+// Per-thread working memory.
+template <class E>
+struct AttentionScratch {
+  alignas(64) E query[TILE_ROWS][DIM_MAX];
+  alignas(64) float scores[TILE_ROWS][CHUNK];
+  alignas(64) E weights[TILE_ROWS][CHUNK];
+  alignas(64) float out[TILE_ROWS][DIM_MAX];
+  alignas(64) float part[TILE_ROWS][64];
+  alignas(64) E tail[SUBPAGE * DIM_MAX];
+  float top[TILE_ROWS];
+  v16 total[TILE_ROWS];
+};
+
+template <class E, int ROWS>
+inline void score_rows(const E* query, const E* keys, int key_stride, int dim, float* scores) {
+  constexpr int STEP = Num<E>::STEP;
+  v16 acc[ROWS] = {};
+  for (int d = 0; d < dim; d += STEP) {
+    const auto wide = Num<E>::wide(keys + (size_t)(d / STEP) * key_stride);
+    for (int r = 0; r < ROWS; r++) acc[r] = Num<E>::mac(acc[r], wide, query + r * DIM_MAX + d);
+  }
+  for (int r = 0; r < ROWS; r++) store(scores + r * CHUNK, acc[r]);
+}
+
+template <class E, int ROWS, int COLUMNS>
+inline void weigh_rows(const E* weights, const E* values, int dim, float* out) {
+  constexpr int STEP = Num<E>::STEP;
+  v16 acc[ROWS][COLUMNS];
+  for (int r = 0; r < ROWS; r++)
+    for (int c = 0; c < COLUMNS; c++) acc[r][c] = load(out + r * DIM_MAX + c * 16);
+  for (int t = 0; t < SUBPAGE; t += STEP) {
+    for (int c = 0; c < COLUMNS; c++) {
+      const auto wide = Num<E>::wide(values + ((size_t)(t / STEP) * dim + c * 16) * STEP);
+      for (int r = 0; r < ROWS; r++) acc[r][c] = Num<E>::mac(acc[r][c], wide, weights + r * CHUNK + t);
+    }
+  }
+  for (int r = 0; r < ROWS; r++)
+    for (int c = 0; c < COLUMNS; c++) store(out + r * DIM_MAX + c * 16, acc[r][c]);
+}
+
+template <class E, int ROWS>
+inline void score_sized(int rows, const E* query, const E* keys, int stride, int dim, float* scores) {
+  if (rows == ROWS)
+    score_rows<E, ROWS>(query, keys, stride, dim, scores);
+  else if constexpr (ROWS > 1)
+    score_sized<E, ROWS - 1>(rows, query, keys, stride, dim, scores);
+}
+
+constexpr int WEIGH_ROWS = 4;  // x 4 registers of columns
+
+template <class E, int ROWS>
+inline void weigh_sized(int rows, const E* weights, const E* values, int dim, int column, float* out) {
+  if (rows == ROWS) {
+    const E* from = values + (size_t)column * Num<E>::STEP;
+    if (column + 64 <= dim) {
+      weigh_rows<E, ROWS, 4>(weights, from, dim, out + column);
+    } else {
+      for (; column < dim; column += 16, from += 16 * Num<E>::STEP)
+        weigh_rows<E, ROWS, 1>(weights, from, dim, out + column);
+    }
+  } else if constexpr (ROWS > 1) {
+    weigh_sized<E, ROWS - 1>(rows, weights, values, dim, column, out);
+  }
+}
+
+// scores[r][16 j ..] of the chunk's present subpages.
+template <class E>
+inline void score_chunk(AttentionScratch<E>& s, int rows, int dim, int key_stride, const E* const* keys) {
+  for (int j = 0; j < SUBPAGES; j++) {
+    if (keys[j] == nullptr) continue;
+    for (int r = 0; r < rows; r += 8) {
+      const int count = rows - r < 8 ? rows - r : 8;
+      score_sized<E, 8>(count, &s.query[r][0], keys[j], key_stride, dim, &s.scores[r][j * SUBPAGE]);
+    }
+  }
+}
+
+// out[r] += weights[r] x values, over the chunk's present subpages.
+template <class E>
+inline void weigh_chunk(AttentionScratch<E>& s, int rows, int dim, const E* const* values) {
+  for (int column = 0; column < dim; column += 64)
+    for (int r = 0; r < rows; r += WEIGH_ROWS) {
+      const int count = rows - r < WEIGH_ROWS ? rows - r : WEIGH_ROWS;
+      for (int j = 0; j < SUBPAGES; j++)
+        if (values[j] != nullptr)
+          weigh_sized<E, WEIGH_ROWS>(count, &s.weights[r][j * SUBPAGE], values[j], dim, column, s.out[r]);
+    }
+}
+
+#if defined(__AMX_BF16__)
+inline void shape_attention(int rows) {
+  TileShapes shapes;
+  for (int t : {0, 1, 2, 3, 4}) shapes.set(t, rows, 64);
+  shapes.set(5, rows, 2 * SUBPAGE);      // weights of a subpage
+  shapes.set(6, 16, 64);                 // 16 pairs of dim x 16 tokens
+  shapes.set(7, SUBPAGE / 2, 64);        // 8 pairs of tokens x 16 columns
+  TILE_SHAPES(shapes);
+}
+
+#define TILE_MAC_EXPANDED(C, A, B) TILE_MAC(C, A, B)
+#define BANYAN_SCORE(J)                                   \
+  if (keys[J] != nullptr) {                               \
+    TILE_LOAD(6, keys[J] + row, key_stride * 2);        \
+    TILE_MAC_EXPANDED(J, 4, 6);                              \
+  }
+
+inline void amx_score_chunk(AttentionScratch<bf16>& s, int dim, int key_stride, const bf16* const* keys) {
+  TILE_ZERO(0);
+  TILE_ZERO(1);
+  TILE_ZERO(2);
+  TILE_ZERO(3);
+  for (int d = 0; d < dim; d += 32) {
+    TILE_LOAD(4, &s.query[0][d], DIM_MAX * 2);
+    const size_t row = (size_t)(d / 2) * key_stride;
+    BANYAN_SCORE(0)
+    BANYAN_SCORE(1)
+    BANYAN_SCORE(2)
+    BANYAN_SCORE(3)
+  }
+  TILE_STORE(0, &s.scores[0][0], CHUNK * 4);
+  TILE_STORE(1, &s.scores[0][16], CHUNK * 4);
+  TILE_STORE(2, &s.scores[0][32], CHUNK * 4);
+  TILE_STORE(3, &s.scores[0][48], CHUNK * 4);
+}
+#undef BANYAN_SCORE
+
+#define BANYAN_WEIGH(C)                                   \
+  if (columns > C) {                                      \
+    TILE_LOAD(7, from + C * 32, dim * 4);               \
+    TILE_MAC_EXPANDED(C, 5, 7);                              \
+  }
+
+inline void amx_weigh_chunk(AttentionScratch<bf16>& s, int rows, int dim, const bf16* const* values) {
+  for (int column = 0; column < dim; column += 64) {
+    const int columns = (dim - column < 64 ? dim - column : 64) / 16;
+    TILE_ZERO(0);
+    TILE_ZERO(1);
+    TILE_ZERO(2);
+    TILE_ZERO(3);
+    for (int j = 0; j < SUBPAGES; j++) {
+      if (values[j] == nullptr) continue;
+      const bf16* from = values[j] + (size_t)column * 2;
+      TILE_LOAD(5, &s.weights[0][j * SUBPAGE], CHUNK * 2);
+      BANYAN_WEIGH(0)
+      BANYAN_WEIGH(1)
+      BANYAN_WEIGH(2)
+      BANYAN_WEIGH(3)
+    }
+    TILE_STORE(0, &s.part[0][0], 256);
+    if (columns > 1) TILE_STORE(1, &s.part[0][16], 256);
+    if (columns > 2) TILE_STORE(2, &s.part[0][32], 256);
+    if (columns > 3) TILE_STORE(3, &s.part[0][48], 256);
+    for (int r = 0; r < rows; r++)
+      for (int c = 0; c < columns; c++) {
+        float* at = &s.out[r][column + c * 16];
+        store(at, load(at) + load(&s.part[r][c * 16]));
+      }
+  }
+}
+#undef BANYAN_WEIGH
+#endif
+
+// One row of a chunk's scores -> weights; rescales the row's output and total. Positions outside
+// [low, high] weigh exactly 0.
+template <class E>
+inline void soften(AttentionScratch<E>& s, int r, int p0, int low, int high, const AttentionShape& shape) {
+  const i16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const v16 none = splat(-__builtin_inff());
+  v16 score[SUBPAGES], top = none;
+  for (int j = 0; j < SUBPAGES; j++) {
+    v16 x = load(&s.scores[r][j * SUBPAGE]);
+    if (shape.cap > 0) {
+      x = tanhv(x * splat(shape.scale / shape.cap)) * splat(shape.cap * LOG2E);
+    } else {
+      x = x * splat(shape.scale * LOG2E);
+    }
+    const i16 position = lanes + (p0 + j * SUBPAGE);
+    x = (position <= high) & (position >= low) ? x : none;
+    score[j] = x;
+    top = max(top, x);
+  }
+  const float before = s.top[r], now = largest(top);
+  const float peak = now > before ? now : before;
+  if (peak == -__builtin_inff()) {  // nothing seen yet
+    for (int j = 0; j < SUBPAGES; j++) Num<E>::put(&s.weights[r][j * SUBPAGE], v16{});
+    return;
+  }
+  v16 total = v16{};
+  for (int j = 0; j < SUBPAGES; j++) {
+    const v16 weight = exp2v(score[j] - splat(peak));
+    Num<E>::put(&s.weights[r][j * SUBPAGE], weight);
+    total = total + weight;
+  }
+  if (peak != before) {
+    const v16 scale = exp2v(splat(before - peak));
+    s.total[r] = s.total[r] * scale;
+    for (int d = 0; d < shape.dim; d += 16) store(&s.out[r][d], load(&s.out[r][d]) * scale);
+    s.top[r] = peak;
+  }
+  s.total[r] = s.total[r] + total;
+}
+
+// Values of a subpage whose tokens from `valid` on were never written: those count as zeros.
+template <class E>
+inline const E* without_tail(AttentionScratch<E>& s, const E* values, int dim, int valid) {
+  constexpr int STEP = Num<E>::STEP;
+  std::memset(s.tail, 0, sizeof(E) * SUBPAGE * dim);
+  const int whole = valid / STEP;
+  std::memcpy(s.tail, values, sizeof(E) * (size_t)whole * dim * STEP);
+  for (int t = whole * STEP; t < valid; t++)
+    for (int d = 0; d < dim; d++) {
+      const size_t at = ((size_t)(t / STEP) * dim + d) * STEP + t % STEP;
+      s.tail[at] = values[at];
+    }
+  return s.tail;
+}
+
+// scratch.query[0..rows) against positions [0, last[r]] (and the window) of one sequence of `length`
+// positions; the result is s.out[r], normalised.
+template <class E, class Pages>
+void attend(AttentionScratch<E>& s, const Pages& pages, int head, int rows, const int* last, int length,
+            const AttentionShape& shape) {
+  int furthest = 0, nearest = last[0];
+  for (int r = 0; r < rows; r++) {
+    s.top[r] = -__builtin_inff();
+    s.total[r] = v16{};
+    std::memset(s.out[r], 0, sizeof(float) * shape.dim);
+    furthest = last[r] > furthest ? last[r] : furthest;
+    nearest = last[r] < nearest ? last[r] : nearest;
+  }
+  int start = shape.window > 0 ? nearest - shape.window + 1 : 0;
+  start = start > 0 ? start / CHUNK * CHUNK : 0;
+#if defined(__AMX_BF16__)
+  constexpr bool TILES = sizeof(E) == 2;
+  if constexpr (TILES) shape_attention(rows);
+#endif
+  for (int p0 = start; p0 <= furthest; p0 += CHUNK) {
+    const E *keys[SUBPAGES], *values[SUBPAGES];
+    for (int j = 0; j < SUBPAGES; j++) {
+      const int p = p0 + j * SUBPAGE;
+      keys[j] = values[j] = nullptr;
+      if (p > furthest || !pages.at(p, head, keys[j], values[j])) continue;
+      if (length - p < SUBPAGE) values[j] = without_tail(s, values[j], shape.dim, length - p);
+    }
+    for (int j = 0; j < SUBPAGES; j++) {  // the chunk after this one
+      const E *next_keys, *next_values;
+      const int p = p0 + CHUNK + j * SUBPAGE;
+      if (p > furthest || !pages.at(p, head, next_keys, next_values)) continue;
+      const size_t bytes = sizeof(E) * SUBPAGE * shape.dim;
+      for (size_t b = 0; b < bytes; b += 64) {
+        __builtin_prefetch((const char*)next_keys + b);
+        __builtin_prefetch((const char*)next_values + b);
+      }
+    }
+#if defined(__AMX_BF16__)
+    if constexpr (TILES)
+      amx_score_chunk(s, shape.dim, pages.key_stride(), keys);
+    else
+#endif
+      score_chunk(s, rows, shape.dim, pages.key_stride(), keys);
+    for (int r = 0; r < rows; r++) {
+      const int low = shape.window > 0 ? last[r] - shape.window + 1 : 0;
+      soften(s, r, p0, low, last[r], shape);
+    }
+#if defined(__AMX_BF16__)
+    if constexpr (TILES)
+      amx_weigh_chunk(s, rows, shape.dim, values);
+    else
+#endif
+      weigh_chunk(s, rows, shape.dim, values);
+  }
+  for (int r = 0; r < rows; r++) {
+    const v16 scale = splat(1.0f / sum(s.total[r]));
+    for (int d = 0; d < shape.dim; d += 16) store(&s.out[r][d], load(&s.out[r][d]) * scale);
+  }
+}
+
+}  // namespace banyan

@@ -1,0 +1,62 @@
+/* The C ABI of the compiled CPU path. Layouts and meaning: kernels/native/decoder.py. */
+#pragma once
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define BANYAN_NATIVE_VERSION 1
+
+enum { BANYAN_FP32 = 0, BANYAN_BF16 = 1 };
+enum { BANYAN_SILU = 0, BANYAN_GELU_TANH = 1 };
+
+typedef struct {
+  int32_t dtype, layers, hidden, intermediate, query_heads, kv_heads, head_dim, vocab;
+  int32_t block_tokens, groups, activation, tied;
+  float norm_eps, attention_scale, attention_cap, final_cap, embedding_scale;
+} BanyanConfig;
+
+/* Matrices are packed (banyan_pack); vectors are float32, padded with zeros to a multiple of 32
+   where they go with a matrix's outputs. Absent ones are null. */
+typedef struct {
+  const void *qkv, *output, *gate_up, *down;
+  const float *input_norm, *mlp_norm, *attention_post_norm, *mlp_post_norm, *query_norm, *key_norm;
+  const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias;
+  const float *cos, *sin; /* [positions, head_dim/2] */
+  int32_t group, index, group_layers, window;
+} BanyanLayer;
+
+typedef struct {
+  int32_t rows, sequences, samples;
+  const int32_t *token_ids, *positions, *starts, *lengths;
+  const int32_t *const *tables; /* [groups] -> [sequences, widths[g]] */
+  const int32_t *widths;
+  const int32_t *sample_rows;
+  void *const *pools; /* [groups] */
+  float *logits;      /* [samples, logits_stride] */
+  int64_t logits_stride;
+} BanyanStep;
+
+typedef struct BanyanDecoder BanyanDecoder;
+
+int32_t banyan_version(void);
+/* 1 if this process may run this build's instructions beyond what cpuid says (AMX), else 0. */
+int32_t banyan_allowed(void);
+/* Bytes of a packed [outputs, inner] matrix. */
+int64_t banyan_packed_bytes(int32_t dtype, int32_t outputs, int32_t inner);
+void banyan_pack(int32_t dtype, const void *source, void *target, int32_t outputs, int32_t inner,
+                 int32_t halves);
+/* Copies both structs; the memory they point to must outlive the decoder. Null if memory is short. */
+BanyanDecoder *banyan_decoder_new(const BanyanConfig *config, const BanyanLayer *layers,
+                                  const void *embedding, const void *head, const float *norm,
+                                  int32_t threads);
+void banyan_decoder_free(BanyanDecoder *decoder);
+/* One step: writes the rows' keys and values into the pools and the sampled rows' logits. 0, or -1 if
+   memory is short (nothing but scratch was touched). Not reentrant. */
+int32_t banyan_step(BanyanDecoder *decoder, const BanyanStep *step);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,473 @@
+// One call computes a whole step: embedding, all layers, head; threads meet at a few barriers a layer.
+#include "banyan_native.h"
+
+#include <cmath>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "attention.h"
+#include "gemm.h"
+#include "threads.h"
+
+namespace banyan {
+namespace {
+
+struct Share {
+  int first, last;
+};
+
+Share share(int count, int parts, int part) {
+  return {(int)((int64_t)count * part / parts), (int)((int64_t)count * (part + 1) / parts)};
+}
+
+// Memory that only grows; 64-byte aligned, zeroed when it grows.
+template <class T>
+class Buffer {
+ public:
+  Buffer() = default;
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  ~Buffer() { std::free(data_); }
+
+  void reserve(size_t count) {
+    if (count <= size_) return;
+    const size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
+    void* fresh = std::aligned_alloc(64, bytes);
+    if (fresh == nullptr) throw std::bad_alloc();
+    std::memset(fresh, 0, bytes);
+    std::free(data_);
+    data_ = static_cast<T*>(fresh);
+    size_ = count;
+  }
+  T* get() const { return data_; }
+
+ private:
+  T* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+// Query rows of one sequence and KV head that walk its pages together.
+struct Task {
+  int sequence, head, first_row, tokens, first_query, queries;
+};
+
+template <class E>
+void narrow(const float* from, E* to, int count) {
+  for (int i = 0; i < count; i += 16) Num<E>::put(to + i, load(from + i));
+}
+
+float mean_square(const float* x, int count) {
+  v16 squares[2] = {};
+  int i = 0;
+  for (; i + 32 <= count; i += 32) {
+    const v16 a = load(x + i), b = load(x + i + 16);
+    squares[0] = fma(a, a, squares[0]);
+    squares[1] = fma(b, b, squares[1]);
+  }
+  for (; i < count; i += 16) {
+    const v16 a = load(x + i);
+    squares[0] = fma(a, a, squares[0]);
+  }
+  return sum(squares[0] + squares[1]);
+}
+
+}  // namespace
+
+struct Decoder {
+  virtual ~Decoder() = default;
+  virtual void step(const BanyanStep& step) = 0;
+};
+
+template <class E>
+class DecoderOf final : public Decoder {
+ public:
+  DecoderOf(const BanyanConfig& config, const BanyanLayer* layers, const void* embedding, const void* head,
+            const float* norm, int threads)
+      : c_(config),
+        layers_(layers, layers + config.layers),
+        embedding_(static_cast<const E*>(embedding)),
+        head_(static_cast<const E*>(head)),
+        norm_(norm),
+        team_(threads),
+        counters_(config.layers),
+        scratch_(threads) {
+    hidden_ = padded(c_.hidden, INNER);
+    qkv_ = padded((c_.query_heads + 2 * c_.kv_heads) * c_.head_dim, PANEL);
+    attended_ = padded(c_.query_heads * c_.head_dim, INNER);
+    inter_ = padded(c_.intermediate, INNER);
+    // The panels of gate_up yield 16 entries of the activation each.
+    gate_panels_ = padded(padded(c_.intermediate, 16) * 2, PANEL) / PANEL;
+    for (auto& s : scratch_) s.reset(new Scratch);
+  }
+
+  void step(const BanyanStep& step) override {
+    s_ = &step;
+    reserve();
+    plan();
+    for (auto& counter : counters_) counter.store(0, std::memory_order_relaxed);
+    team_.run([](void* self, int thread) { static_cast<DecoderOf*>(self)->body(thread); }, this);
+  }
+
+ private:
+  struct Scratch {
+    AttentionScratch<E> attention;
+    alignas(64) float head[DIM_MAX];
+  };
+
+  void reserve() {
+    const size_t rows = padded(s_->rows, 16);  // AMX may read whole tiles of rows
+    residual_.reserve(rows * hidden_);
+    normed_.reserve(rows * hidden_);
+    projected_.reserve(rows * (qkv_ > hidden_ ? qkv_ : hidden_));
+    queries_.reserve(rows * attended_);
+    outputs_.reserve(rows * attended_);
+    activated_.reserve(rows * inter_);
+  }
+
+  // Sequences and heads into tasks, the longest first.
+  void plan() {
+    tasks_.clear();
+    const int group = c_.query_heads / c_.kv_heads;
+    const int queries = group < TILE_ROWS ? group : TILE_ROWS;
+    const int tokens = TILE_ROWS / queries;
+    decode_only_ = true;
+    for (int i = 0; i < s_->sequences; i++) {
+      const int first = s_->starts[i], last = s_->starts[i + 1];
+      if (last - first > 1 || group > TILE_ROWS) decode_only_ = false;
+      for (int row = last; row > first; row -= tokens) {
+        const int from = row - tokens > first ? row - tokens : first;
+        for (int head = 0; head < c_.kv_heads; head++)
+          for (int q = 0; q < group; q += queries)
+            tasks_.push_back({i, head, from, row - from, q, group - q < queries ? group - q : queries});
+      }
+    }
+  }
+
+  void body(int thread) {
+    embed(thread);
+    meet();
+    for (int i = 0; i < c_.layers; i++) {
+      const BanyanLayer& layer = layers_[i];
+      attend(layer, counters_[i], thread);
+      feed_forward(layer, thread);
+    }
+    logits(thread);
+  }
+
+  void meet() { team_.barrier.wait(); }
+
+  Share mine(int count, int thread) const { return share(count, team_.size(), thread); }
+
+  void embed(int thread) {
+    const Share rows = mine(s_->rows, thread);
+    for (int row = rows.first; row < rows.last; row++) {
+      float* into = residual_.get() + (size_t)row * hidden_;
+      const int token = s_->token_ids[row];
+      if (c_.tied) {
+        unpack_row(embedding_, token, c_.hidden, into);
+      } else {
+        const E* from = embedding_ + (size_t)token * c_.hidden;
+        for (int k = 0; k < c_.hidden; k++) into[k] = Num<E>::one(from + k);
+      }
+      if (c_.embedding_scale != 1.0f)
+        for (int k = 0; k < c_.hidden; k++) into[k] *= c_.embedding_scale;
+      for (int k = c_.hidden; k < hidden_; k++) into[k] = 0;
+    }
+  }
+
+  // RMSNorm of a residual row (float32 weight) in the model's dtype.
+  void norm_row(const float* row, const float* weight, E* into) const {
+    const float scale = 1.0f / std::sqrt(mean_square(row, hidden_) / c_.hidden + c_.norm_eps);
+    for (int k = 0; k < hidden_; k += 16)
+      Num<E>::put(into + k, load(row + k) * splat(scale) * load(weight + k));
+  }
+
+  void norm_rows(const float* weight, int thread) {
+    const Share rows = mine(s_->rows, thread);
+    for (int row = rows.first; row < rows.last; row++)
+      norm_row(residual_.get() + (size_t)row * hidden_, weight, normed_.get() + (size_t)row * hidden_);
+    meet();
+  }
+
+  // --- attention ---------------------------------------------------------------------------------
+
+  void attend(const BanyanLayer& layer, std::atomic<int>& counter, int thread) {
+    norm_rows(layer.input_norm, thread);
+    const Share panels = mine(qkv_ / PANEL, thread);
+    float* projected = projected_.get();
+    gemm(normed_.get(), hidden_, s_->rows, static_cast<const E*>(layer.qkv), hidden_, panels.first,
+         panels.last, [&](int row, int panel, v16 low, v16 high) {
+           float* at = projected + (size_t)row * qkv_ + panel * PANEL;
+           if (layer.qkv_bias != nullptr) {
+             low = low + load(layer.qkv_bias + panel * PANEL);
+             high = high + load(layer.qkv_bias + panel * PANEL + 16);
+           }
+           store(at, low);
+           store(at + 16, high);
+         });
+    meet();
+    if (!decode_only_) {
+      turn_rows(layer, thread);
+      meet();
+    }
+    for (int t; (t = counter.fetch_add(1, std::memory_order_relaxed)) < (int)tasks_.size();)
+      run_task(layer, tasks_[t], *scratch_[thread]);
+    meet();
+    project(layer.output, outputs_.get(), attended_, layer.output_bias, layer.attention_post_norm, thread);
+  }
+
+  // Adds a (rows `depth` apart) times a packed [hidden, depth] matrix to the residual stream.
+  void project(const void* weights, const E* a, int depth, const float* bias, const float* post_norm,
+               int thread) {
+    const Share panels = mine(hidden_ / PANEL, thread);
+    float* into = post_norm == nullptr ? residual_.get() : projected_.get();
+    const bool add = post_norm == nullptr;
+    gemm(a, depth, s_->rows, static_cast<const E*>(weights), depth, panels.first, panels.last,
+         [&](int row, int panel, v16 low, v16 high) {
+           float* at = into + (size_t)row * hidden_ + panel * PANEL;
+           if (bias != nullptr) {
+             low = low + load(bias + panel * PANEL);
+             high = high + load(bias + panel * PANEL + 16);
+           }
+           store(at, add ? load(at) + low : low);
+           store(at + 16, add ? load(at + 16) + high : high);
+         });
+    meet();
+    if (add) return;
+    const Share rows = mine(s_->rows, thread);
+    for (int row = rows.first; row < rows.last; row++) {
+      const float* x = projected_.get() + (size_t)row * hidden_;
+      float* r = residual_.get() + (size_t)row * hidden_;
+      const float scale = 1.0f / std::sqrt(mean_square(x, hidden_) / c_.hidden + c_.norm_eps);
+      for (int k = 0; k < hidden_; k += 16)
+        store(r + k, load(r + k) + load(x + k) * splat(scale) * load(post_norm + k));
+    }
+    meet();
+  }
+
+  // A head as projected -> normed (where the model does) and rotated, into `head`.
+  void turn(const float* from, const float* weight, const BanyanLayer& layer, int position,
+            float* head) const {
+    const int dim = c_.head_dim, half = dim / 2;
+    if (weight != nullptr) {
+      const float scale = 1.0f / std::sqrt(mean_square(from, dim) / dim + c_.norm_eps);
+      for (int d = 0; d < dim; d += 16) store(head + d, load(from + d) * splat(scale) * load(weight + d));
+    } else if (from != head) {
+      std::memcpy(head, from, sizeof(float) * dim);
+    }
+    const float* cosines = layer.cos + (size_t)position * half;
+    const float* sines = layer.sin + (size_t)position * half;
+    for (int d = 0; d < half; d += 16) {
+      const v16 a = load(head + d), b = load(head + half + d), c = load(cosines + d), s = load(sines + d);
+      store(head + d, fma(a, c, -(b * s)));
+      store(head + half + d, fma(b, c, a * s));
+    }
+  }
+
+  struct Place {
+    E *keys, *values;
+    int offset;
+  };
+
+  // Where a row's key and value of a head go.
+  Place place(const BanyanLayer& layer, int sequence, int row, int head) const {
+    const int bt = c_.block_tokens, dim = c_.head_dim;
+    const int position = s_->lengths[sequence] - (s_->starts[sequence + 1] - row);
+    const int32_t* table = s_->tables[layer.group] + (size_t)sequence * s_->widths[layer.group];
+    E* page = keys_of(layer) + table[position / bt] * block_elements(layer) + (size_t)head * bt * dim;
+    return {page, page + (size_t)c_.kv_heads * bt * dim, position % bt};
+  }
+
+  size_t block_elements(const BanyanLayer& layer) const {
+    return (size_t)layer.group_layers * 2 * c_.kv_heads * c_.block_tokens * c_.head_dim;
+  }
+
+  E* keys_of(const BanyanLayer& layer) const {
+    return static_cast<E*>(s_->pools[layer.group]) +
+           (size_t)layer.index * 2 * c_.kv_heads * c_.block_tokens * c_.head_dim;
+  }
+
+  void write_kv(const BanyanLayer& layer, int sequence, int row, int head, float* scratch) {
+    constexpr int STEP = Num<E>::STEP;
+    const int dim = c_.head_dim, bt = c_.block_tokens;
+    const float* from = projected_.get() + (size_t)row * qkv_ + (c_.query_heads + head) * dim;
+    turn(from, layer.key_norm, layer, s_->positions[row], scratch);
+    const Place at = place(layer, sequence, row, head);
+    alignas(64) E narrowed[DIM_MAX];
+    narrow(scratch, narrowed, dim);
+    for (int d = 0; d < dim; d++) at.keys[(d / STEP * bt + at.offset) * STEP + d % STEP] = narrowed[d];
+    narrow(from + c_.kv_heads * dim, narrowed, dim);
+    E* values = at.values + (size_t)(at.offset / STEP) * dim * STEP + at.offset % STEP;
+    for (int d = 0; d < dim; d++) values[d * STEP] = narrowed[d];
+  }
+
+  void turn_query(const BanyanLayer& layer, int row, int head, E* into, float* scratch) const {
+    const int dim = c_.head_dim;
+    turn(projected_.get() + (size_t)row * qkv_ + head * dim, layer.query_norm, layer, s_->positions[row],
+         scratch);
+    narrow(scratch, into, dim);
+  }
+
+  // Keys and values of all rows into the pages, queries into their buffer.
+  void turn_rows(const BanyanLayer& layer, int thread) {
+    const Share rows = mine(s_->rows, thread);
+    float* scratch = scratch_[thread]->head;
+    int sequence = 0;
+    for (int row = rows.first; row < rows.last; row++) {
+      while (row >= s_->starts[sequence + 1]) sequence++;
+      for (int head = 0; head < c_.kv_heads; head++) write_kv(layer, sequence, row, head, scratch);
+      for (int head = 0; head < c_.query_heads; head++)
+        turn_query(layer, row, head, queries_.get() + (size_t)row * attended_ + head * c_.head_dim, scratch);
+    }
+  }
+
+  void run_task(const BanyanLayer& layer, const Task& task, Scratch& scratch) {
+    const int dim = c_.head_dim, group = c_.query_heads / c_.kv_heads;
+    const int first_head = task.head * group + task.first_query;
+    AttentionScratch<E>& s = scratch.attention;
+    if (decode_only_) write_kv(layer, task.sequence, task.first_row, task.head, scratch.head);
+    int last[TILE_ROWS], rows = 0;
+    for (int t = 0; t < task.tokens; t++) {
+      const int row = task.first_row + t;
+      const int position = s_->lengths[task.sequence] - (s_->starts[task.sequence + 1] - row);
+      for (int q = 0; q < task.queries; q++, rows++) {
+        last[rows] = position;
+        if (decode_only_)
+          turn_query(layer, row, first_head + q, s.query[rows], scratch.head);
+        else
+          std::memcpy(s.query[rows], queries_.get() + (size_t)row * attended_ + (first_head + q) * dim,
+                      sizeof(E) * dim);
+      }
+    }
+    const PlainPages<E> pages{keys_of(layer),
+                              block_elements(layer),
+                              (size_t)c_.kv_heads * c_.block_tokens * dim,
+                              c_.block_tokens,
+                              dim,
+                              s_->tables[layer.group] + (size_t)task.sequence * s_->widths[layer.group]};
+    banyan::attend(s, pages, task.head, rows, last, s_->lengths[task.sequence],
+                   {dim, layer.window, c_.attention_scale, c_.attention_cap});
+    rows = 0;
+    for (int t = 0; t < task.tokens; t++)
+      for (int q = 0; q < task.queries; q++, rows++)
+        narrow(s.out[rows],
+               outputs_.get() + (size_t)(task.first_row + t) * attended_ + (first_head + q) * dim, dim);
+  }
+
+  // --- the rest of a layer -----------------------------------------------------------------------
+
+  void feed_forward(const BanyanLayer& layer, int thread) {
+    norm_rows(layer.mlp_norm, thread);
+    const Share panels = mine(gate_panels_, thread);
+    const bool silu = c_.activation == BANYAN_SILU;
+    gemm(normed_.get(), hidden_, s_->rows, static_cast<const E*>(layer.gate_up), hidden_, panels.first,
+         panels.last, [&](int row, int panel, v16 gate, v16 up) {
+           if (layer.gate_up_bias != nullptr) {
+             gate = gate + load(layer.gate_up_bias + panel * PANEL);
+             up = up + load(layer.gate_up_bias + panel * PANEL + 16);
+           }
+           v16 inside = gate;
+           if (!silu)  // gelu's tanh form: x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3))
+             inside = gate * splat(1.5957691216f) * fma(gate * gate, splat(0.044715f), splat(1.0f));
+           Num<E>::put(activated_.get() + (size_t)row * inter_ + panel * 16, gate * sigmoid(inside) * up);
+         });
+    meet();
+    project(layer.down, activated_.get(), inter_, layer.down_bias, layer.mlp_post_norm, thread);
+  }
+
+  void logits(int thread) {
+    const Share rows = mine(s_->samples, thread);
+    for (int i = rows.first; i < rows.last; i++)
+      norm_row(residual_.get() + (size_t)s_->sample_rows[i] * hidden_, norm_,
+               normed_.get() + (size_t)i * hidden_);
+    meet();
+    const Share panels = mine(padded(c_.vocab, PANEL) / PANEL, thread);
+    gemm(normed_.get(), hidden_, s_->samples, head_, hidden_, panels.first, panels.last,
+         [&](int row, int panel, v16 low, v16 high) {
+           float* at = s_->logits + (size_t)row * s_->logits_stride + panel * PANEL;
+           if (c_.final_cap > 0) {
+             low = tanhv(low * splat(1 / c_.final_cap)) * splat(c_.final_cap);
+             high = tanhv(high * splat(1 / c_.final_cap)) * splat(c_.final_cap);
+           }
+           store(at, low);
+           store(at + 16, high);
+         });
+  }
+
+  const BanyanConfig c_;
+  const std::vector<BanyanLayer> layers_;
+  const E* const embedding_;
+  const E* const head_;
+  const float* const norm_;
+  int hidden_, qkv_, attended_, inter_, gate_panels_;  // widths of rows, padded
+  Team team_;
+  std::vector<std::atomic<int>> counters_;  // next attention task, per layer
+  std::vector<std::unique_ptr<Scratch>> scratch_;
+  const BanyanStep* s_ = nullptr;
+  std::vector<Task> tasks_;
+  bool decode_only_ = true;
+  Buffer<float> residual_, projected_;
+  Buffer<E> normed_, queries_, outputs_, activated_;
+};
+
+}  // namespace banyan
+
+using banyan::bf16;
+
+struct BanyanDecoder {
+  std::unique_ptr<banyan::Decoder> decoder;
+};
+
+extern "C" {
+
+int32_t banyan_version(void) { return BANYAN_NATIVE_VERSION; }
+
+int32_t banyan_allowed(void) {
+#if defined(__AMX_BF16__)
+  return banyan::amx_allowed();
+#else
+  return 1;
+#endif
+}
+
+int64_t banyan_packed_bytes(int32_t dtype, int32_t outputs, int32_t inner) {
+  return (int64_t)banyan::padded(outputs, banyan::PANEL) * banyan::padded(inner, banyan::INNER) *
+         (dtype == BANYAN_BF16 ? 2 : 4);
+}
+
+void banyan_pack(int32_t dtype, const void* source, void* target, int32_t outputs, int32_t inner,
+                 int32_t halves) {
+  if (dtype == BANYAN_BF16)
+    banyan::pack((const bf16*)source, (bf16*)target, outputs, inner, halves != 0);
+  else
+    banyan::pack((const float*)source, (float*)target, outputs, inner, halves != 0);
+}
+
+BanyanDecoder* banyan_decoder_new(const BanyanConfig* config, const BanyanLayer* layers,
+                                  const void* embedding, const void* head, const float* norm,
+                                  int32_t threads) {
+  try {
+    std::unique_ptr<banyan::Decoder> made;
+    if (config->dtype == BANYAN_BF16)
+      made.reset(new banyan::DecoderOf<bf16>(*config, layers, embedding, head, norm, threads));
+    else
+      made.reset(new banyan::DecoderOf<float>(*config, layers, embedding, head, norm, threads));
+    return new BanyanDecoder{std::move(made)};
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
+
+void banyan_decoder_free(BanyanDecoder* decoder) { delete decoder; }
+
+int32_t banyan_step(BanyanDecoder* decoder, const BanyanStep* step) {
+  try {
+    decoder->decoder->step(*step);
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return -1;
+  }
+}
+}

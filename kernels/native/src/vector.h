@@ -1,0 +1,154 @@
+// Sixteen floats at a time, on any CPU: GCC's vector types, with intrinsics where they matter.
+//
+// Rounding is part of the contract (kernels/native/__init__.py): every fused multiply-add is written
+// as one, so that no two instances of a template round differently.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace banyan {
+
+typedef float v16 __attribute__((vector_size(64)));
+typedef int32_t i16 __attribute__((vector_size(64)));
+typedef uint32_t u16 __attribute__((vector_size(64)));
+typedef uint16_t h16 __attribute__((vector_size(32)));
+
+struct bf16 {
+  uint16_t bits;
+};
+
+template <class V, class T>
+inline V load_as(const T* p) {
+  V v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+inline v16 load(const float* p) { return load_as<v16>(p); }
+inline void store(float* p, v16 v) { std::memcpy(p, &v, sizeof v); }
+inline v16 splat(float x) { return v16{} + x; }
+
+inline v16 fma(v16 a, v16 b, v16 c) {
+#if defined(__AVX512F__)
+  return (v16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+  return a * b + c;  // contracted where the CPU has it: see the flags in build.py
+#endif
+}
+
+inline v16 max(v16 a, v16 b) { return a > b ? a : b; }
+
+inline float sum(v16 v) {
+  float lanes[16], total = 0;
+  store(lanes, v);
+  for (int width = 8; width > 0; width /= 2)
+    for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
+  total = lanes[0];
+  return total;
+}
+
+inline float largest(v16 v) {
+  float lanes[16];
+  store(lanes, v);
+  for (int width = 8; width > 0; width /= 2)
+    for (int i = 0; i < width; i++) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
+  return lanes[0];
+}
+
+// 2^x, relative error below 2e-7; exactly 0 below -126 (and for -infinity), so that what is masked
+// adds nothing at all.
+inline v16 exp2v(v16 x) {
+  const v16 low = splat(-126.0f), high = splat(127.0f);
+  v16 clamped = x < low ? low : (x > high ? high : x);
+  const v16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  v16 whole = (clamped + magic) - magic;
+  v16 part = clamped - whole;  // [-0.5, 0.5]
+  v16 y = splat(1.5403530e-4f);
+  y = fma(y, part, splat(1.3333558e-3f));
+  y = fma(y, part, splat(9.6181291e-3f));
+  y = fma(y, part, splat(5.5504109e-2f));
+  y = fma(y, part, splat(2.4022651e-1f));
+  y = fma(y, part, splat(6.9314718e-1f));
+  y = fma(y, part, splat(1.0f));
+  i16 power = __builtin_convertvector(whole, i16) << 23;
+  v16 result = (v16)((i16)y + power);
+  return x < low ? v16{} : result;
+}
+
+constexpr float LOG2E = 1.44269504088896341f;
+
+inline v16 expv(v16 x) { return exp2v(x * splat(LOG2E)); }
+inline v16 sigmoid(v16 x) { return splat(1.0f) / (splat(1.0f) + expv(-x)); }
+inline v16 tanhv(v16 x) { return splat(1.0f) - splat(2.0f) / (splat(1.0f) + expv(x + x)); }
+
+inline float to_float(bf16 x) {
+  uint32_t bits = (uint32_t)x.bits << 16;
+  float f;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+
+// Numbers as weights, activations and pages hold them. STEP consecutive entries of the summed
+// dimension lie side by side ("pairs" for bf16): one multiply-accumulate takes STEP products a lane.
+template <class E>
+struct Num;
+
+template <>
+struct Num<float> {
+  static constexpr int STEP = 1;
+  typedef v16 Wide;
+  static Wide wide(const float* p) { return load(p); }
+  static v16 mac(v16 acc, Wide w, const float* a) { return fma(w, splat(*a), acc); }
+  static v16 get(const float* p) { return load(p); }
+  static void put(float* p, v16 v) { store(p, v); }
+  static float one(const float* p) { return *p; }
+};
+
+template <>
+struct Num<bf16> {
+  static constexpr int STEP = 2;
+  static v16 get(const bf16* p) {
+    return (v16)(__builtin_convertvector(load_as<h16>(p), u16) << 16);
+  }
+  static float one(const bf16* p) { return to_float(*p); }
+#if defined(__AVX512BF16__)
+  typedef __m512bh Wide;
+  static Wide wide(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
+  static v16 mac(v16 acc, Wide w, const bf16* a) {
+    int32_t pair;
+    std::memcpy(&pair, a, 4);
+    return (v16)_mm512_dpbf16_ps((__m512)acc, w, (__m512bh)_mm512_set1_epi32(pair));
+  }
+  static void put(bf16* p, v16 v) {
+    __m256bh half = _mm512_cvtneps_pbh((__m512)v);
+    std::memcpy(p, &half, 32);
+  }
+#else
+  struct Wide {
+    v16 even, odd;
+  };
+  static Wide wide(const bf16* p) {
+    u16 raw = load_as<u16>(p);
+    return {(v16)(raw << 16), (v16)(raw & 0xffff0000u)};
+  }
+  static v16 mac(v16 acc, Wide w, const bf16* a) {
+    acc = fma(w.even, splat(to_float(a[0])), acc);
+    return fma(w.odd, splat(to_float(a[1])), acc);
+  }
+  static void put(bf16* p, v16 v) {  // to nearest even; a NaN stays one
+    u16 raw = (u16)v;
+    u16 rounded = (raw + 0x7fffu + ((raw >> 16) & 1u)) >> 16;
+    rounded = v != v ? u16{} + 0x7fc0u : rounded;
+    h16 half = __builtin_convertvector(rounded, h16);
+    std::memcpy(p, &half, 32);
+  }
+#endif
+};
+
+}  // namespace banyan

@@ -1,0 +1,180 @@
+"""CompiledModel: a Llama-family decoder on CPU through the compiled step; exact batch by batch.
+
+Same weights, groups and block sizes as LlamaModel; only the order of numbers inside a page differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from kernels.native.decoder import PAGE_LAYOUT, DecoderShape, LayerTensors, NativeDecoder
+from kernels.native.memory import huge_bytes
+from kvstore.groups import KVGroup, Representation
+from worker.engine.plan import StepPlan
+from worker.models.base import ModelSpec
+from worker.models.config import ModelConfig
+from worker.models.llama import page_layouts
+from worker.models.pools import BlockPools
+from worker.models.rope import RopeTable, build_table
+from worker.models.weights import FLOATS, Weights
+
+NUMERICS = 1  # raised whenever the compiled arithmetic changes a bit of any result
+
+
+def decoder_shape(config: ModelConfig, dtype: torch.dtype, block_tokens: int) -> DecoderShape:
+    """What the compiled path must support to run this model."""
+    groups = page_layouts(config, block_tokens, dtype)
+    return DecoderShape(
+        dtype=FLOATS[dtype],
+        layers=config.layers,
+        hidden=config.hidden,
+        intermediate=config.intermediate,
+        query_heads=config.query_heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        vocab=config.vocab_tokens,
+        block_tokens=block_tokens,
+        groups=len(groups),
+        tied=config.tied,
+        norm_eps=config.norm_eps,
+        attention_scale=config.attention_scale,
+        activation=config.activation,
+        attention_cap=config.attention_cap,
+        final_cap=config.final_cap,
+        embedding_scale=float(torch.tensor(config.embedding_scale, dtype=dtype)),
+    )
+
+
+class CompiledModel:
+    """Implements worker.models.base.Model on one rank, on CPU."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        *,
+        name: str,
+        fingerprint: str,
+        block_tokens: int,
+        context_tokens: int,
+        threads: int = 0,
+        isa: str = "",
+    ) -> None:
+        """Packs the weights, which are not needed afterwards. threads 0 = torch's number.
+
+        Raises NativeUnavailable if there is no compiled path here, MemoryError.
+        """
+        assert 0 < context_tokens <= config.context_tokens
+        dtype = weights.embedding.dtype
+        shape = decoder_shape(config, dtype, block_tokens)
+        groups = [group for group, _ in page_layouts(config, block_tokens, dtype)]
+        self._decoder = NativeDecoder(
+            shape,
+            _layers(config, weights, groups, context_tokens),
+            weights.embedding,
+            weights.head,
+            weights.norm,
+            threads or torch.get_num_threads(),
+            isa,
+        )
+        self._pools = BlockPools(groups, torch.device("cpu"))
+        self._spec = ModelSpec(
+            name=name,
+            fingerprint=fingerprint,
+            vocab_tokens=config.vocab_tokens,
+            context_tokens=context_tokens,
+            eos_token_ids=config.eos_token_ids,
+            block_tokens=block_tokens,
+            groups=tuple(groups),
+            representation=Representation(dtype=shape.dtype, layout=PAGE_LAYOUT),
+            numeric_class=f"cpu-{self._decoder.isa}-banyan{NUMERICS}-{shape.dtype}-invariant",
+        )
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Constant."""
+        return self._spec
+
+    def allocate(self, blocks: tuple[int, ...]) -> None:
+        """Zeroed pools; raises OutOfBlocks if the memory for them is not there now."""
+        self._pools.allocate(blocks, huge_bytes)
+        self._decoder.bind(self._pools.pools)
+
+    def execute(self, plan: StepPlan) -> torch.Tensor:
+        """See Model.execute; drops the GIL while it computes."""
+        self._pools.copy(plan.copies)
+        return self._decoder.step(
+            token_ids=_ints(plan.token_ids),
+            positions=_ints(plan.positions),
+            starts=_ints(plan.starts),
+            lengths=_ints(plan.lengths),
+            tables=[_table(tables) for tables in plan.tables],
+            sample_rows=_ints([sample.row for sample in plan.samples]),
+        )
+
+    def read_block(self, group: int, block: int, rank: int = 0) -> bytes:
+        """The block's bytes as they lie in the pool."""
+        assert rank == 0
+        return self._pools.read(group, block)
+
+    def write_block(self, group: int, block: int, data: bytes, rank: int = 0) -> None:
+        """Overwrite a block's bytes; len(data) == block_bytes."""
+        assert rank == 0
+        self._pools.write(group, block, data)
+
+    def poison(self, group: int, blocks: list[int]) -> None:
+        """Make every key and value of the blocks NaN."""
+        self._pools.poison(group, blocks)
+
+
+def _ints(values: object) -> np.ndarray:
+    return np.ascontiguousarray(values, dtype=np.int32)
+
+
+def _table(tables: list[list[int]]) -> np.ndarray:
+    """[S, width], -1 behind a sequence's last block."""
+    width = max(map(len, tables), default=0)
+    padded = np.full((len(tables), width), -1, dtype=np.int32)
+    for row, table in zip(padded, tables, strict=True):
+        row[: len(table)] = table
+    return padded
+
+
+def _layers(
+    config: ModelConfig, weights: Weights, groups: list[KVGroup], context_tokens: int
+) -> Iterator[LayerTensors]:
+    cpu = torch.device("cpu")
+    places = {layer: (g, i) for g in groups for i, layer in enumerate(g.layers)}
+    rope = build_table(config.rope, config.head_dim, context_tokens, cpu)
+    local: RopeTable | None = None
+    if config.local_rope is not None:
+        local = build_table(config.local_rope, config.head_dim, context_tokens, cpu)
+    for number, layer in enumerate(weights.layers):
+        group, index = places[number]
+        window = config.windows[number]
+        table = local if local is not None and window else rope
+        yield LayerTensors(
+            qkv=layer.qkv,
+            output=layer.output,
+            gate_up=layer.gate_up,
+            down=layer.down,
+            input_norm=layer.input_norm,
+            mlp_norm=layer.mlp_norm,
+            cos=table.cos,
+            sin=table.sin,
+            group=group.id,
+            index=index,
+            group_layers=len(group.layers),
+            window=window,
+            attention_post_norm=layer.attention_post_norm,
+            mlp_post_norm=layer.mlp_post_norm,
+            query_norm=layer.query_norm,
+            key_norm=layer.key_norm,
+            qkv_bias=layer.qkv_bias,
+            output_bias=layer.output_bias,
+            gate_up_bias=layer.gate_up_bias,
+            down_bias=layer.down_bias,
+        )

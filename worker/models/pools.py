@@ -1,0 +1,66 @@
+"""BlockPools: the bytes of a model's KV blocks on one device; knows no layer and no layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from kvstore.groups import KVGroup
+from seams.errors import OutOfBlocks
+from worker.engine.plan import BlockCopy
+from worker.models.memory import available_bytes
+
+POISON = 0xFF  # a float of any of our types whose bytes are all 0xFF is NaN
+
+NewBytes = Callable[[int], torch.Tensor]
+"""uint8 [count], zeros, on the pools' device; raises MemoryError or RuntimeError."""
+
+
+class BlockPools:
+    """One pool per group, uint8 [blocks, block_bytes]."""
+
+    def __init__(self, groups: Sequence[KVGroup], device: torch.device) -> None:
+        self._groups = tuple(groups)
+        self._device = device
+        self.pools: list[torch.Tensor] = []
+
+    def allocate(self, blocks: tuple[int, ...], new_bytes: NewBytes | None = None) -> None:
+        """Zeroed pools; raises OutOfBlocks if the device has not the memory for them now."""
+        groups = self._groups
+        assert not self.pools and len(blocks) == len(groups) and min(blocks) > 0
+        shapes = [(count, group.block_bytes) for count, group in zip(blocks, groups, strict=True)]
+        needed = sum(count * size for count, size in shapes)
+        message = f"The device has no memory left for {needed / 2**30:.2f} GiB of KV blocks."
+        if needed > available_bytes(self._device):
+            raise OutOfBlocks(message)
+        new_bytes = new_bytes or self._zeros
+        try:
+            self.pools = [new_bytes(count * size).view(count, size) for count, size in shapes]
+        except (RuntimeError, MemoryError):
+            raise OutOfBlocks(message) from None
+
+    def read(self, group: int, block: int) -> bytes:
+        """The block's bytes as they lie in the pool."""
+        assert 0 <= block < len(self.pools[group])
+        return self.pools[group][block].cpu().numpy().tobytes()
+
+    def write(self, group: int, block: int, data: bytes) -> None:
+        """Overwrite a block's bytes; len(data) == block_bytes."""
+        pool = self.pools[group]
+        assert 0 <= block < len(pool) and len(data) == pool.shape[1]
+        pool[block].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def poison(self, group: int, blocks: list[int]) -> None:
+        """Make every key and value of the blocks NaN."""
+        self.pools[group][torch.tensor(blocks, dtype=torch.int64, device=self._device)] = POISON
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Carry out a plan's copies: whole blocks, one run of bytes each; what lies behind
+        copy.tokens is never read."""
+        for copy in copies:
+            pool = self.pools[copy.group]
+            pool[copy.target].copy_(pool[copy.source])
+
+    def _zeros(self, count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.uint8, device=self._device)
