@@ -16,15 +16,12 @@ from kernels.attention import AttentionBackend, AttentionBatch, AttentionSpec, P
 from kernels.batch import build_batch
 from kernels.layout import PageLayout
 from kvstore.groups import GroupKind, KVGroup, Representation
-from seams.errors import OutOfBlocks
-from worker.engine.plan import BlockCopy, StepPlan
+from worker.engine.plan import StepPlan
 from worker.models.base import ModelSpec
 from worker.models.config import ModelConfig
-from worker.models.memory import available_bytes
+from worker.models.pools import BlockPools
 from worker.models.rope import build_table, rotate
 from worker.models.weights import FLOATS, LayerWeights, Weights
-
-POISON = 0xFF  # a float of any of our types whose bytes are all 0xFF is NaN
 
 
 def page_layouts(
@@ -100,7 +97,7 @@ class LlamaModel:
         ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
         self._ropes = [build_table(r, config.head_dim, context_tokens, self._device) for r in ropes]
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
-        self._pools: list[torch.Tensor] = []  # uint8 [blocks, block_bytes], one per group
+        self._pools = BlockPools([group for group, _ in grouped], self._device)
         self._pages: list[list[PageLoader]] = []  # [group][layer of the group]
         self._spec = ModelSpec(
             name=name,
@@ -121,27 +118,17 @@ class LlamaModel:
 
     def allocate(self, blocks: tuple[int, ...]) -> None:
         """Zeroed pools; raises OutOfBlocks if the device has not the memory for them now."""
-        groups = self._spec.groups
-        assert not self._pools and len(blocks) == len(groups) and min(blocks) > 0
-        shapes = [(count, group.block_bytes) for count, group in zip(blocks, groups, strict=True)]
-        needed = sum(count * size for count, size in shapes)
-        message = f"The device has no memory left for {needed / 2**30:.2f} GiB of KV blocks."
-        if needed > available_bytes(self._device):
-            raise OutOfBlocks(message)
-        try:
-            pools = [torch.zeros(s, dtype=torch.uint8, device=self._device) for s in shapes]
-        except (RuntimeError, MemoryError):
-            raise OutOfBlocks(message) from None
-        self._pools = pools
+        self._pools.allocate(blocks)
         self._pages = [
-            list(layout.pages(pool)) for layout, pool in zip(self._layouts, pools, strict=True)
+            list(layout.pages(pool))
+            for layout, pool in zip(self._layouts, self._pools.pools, strict=True)
         ]
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> torch.Tensor:
         """See Model.execute; the returned tensor is the caller's."""
-        assert self._pools, "allocate() comes first"
-        self._copy(plan.copies)
+        assert self._pages, "allocate() comes first"
+        self._pools.copy(plan.copies)
         batches = [
             build_batch(
                 plan.starts,
@@ -152,7 +139,7 @@ class LlamaModel:
                 self._spec.block_tokens,
                 self._device,
             )
-            for group in range(len(self._pools))
+            for group in range(len(self._pages))
         ]
         token_ids = torch.tensor(plan.token_ids, dtype=torch.int64, device=self._device)
         hidden = F.embedding(token_ids, self._weights.embedding).float()
@@ -165,24 +152,17 @@ class LlamaModel:
 
     def read_block(self, group: int, block: int, rank: int = 0) -> bytes:
         """The block's bytes as they lie in the pool."""
-        assert rank == 0 and 0 <= block < len(self._pools[group])
-        return self._pools[group][block].cpu().numpy().tobytes()
+        assert rank == 0
+        return self._pools.read(group, block)
 
     def write_block(self, group: int, block: int, data: bytes, rank: int = 0) -> None:
         """Overwrite a block's bytes; len(data) == block_bytes."""
-        pool = self._pools[group]
-        assert rank == 0 and 0 <= block < len(pool) and len(data) == pool.shape[1]
-        pool[block].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        assert rank == 0
+        self._pools.write(group, block, data)
 
     def poison(self, group: int, blocks: list[int]) -> None:
         """Make every key and value of the blocks NaN."""
-        self._pools[group][torch.tensor(blocks, dtype=torch.int64, device=self._device)] = POISON
-
-    def _copy(self, copies: list[BlockCopy]) -> None:
-        for copy in copies:
-            # The whole block: one run of bytes; what lies behind copy.tokens is never read.
-            pool = self._pools[copy.group]
-            pool[copy.target].copy_(pool[copy.source])
+        self._pools.poison(group, blocks)
 
     def _attend(
         self,
