@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "src"
-ABI_VERSION = 1
+ABI_VERSION = 2
 BUILD_S_MAX = 300.0
 COMPILERS = ("g++", "c++", "clang++")
 FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-Wno-psabi")

@@ -8,6 +8,7 @@ Pages differ from kernels/layout.py's in the order of their numbers only: one he
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -231,6 +232,18 @@ class NativeDecoder:
             raise MemoryError
         return self._logits[:samples, : self.shape.vocab]
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of the packed matrices: what a decode step has to read."""
+        return len(self._weights)
+
+    def read_rate(self) -> float:
+        """Bytes per second at which all threads together read the packed weights, once over: the
+        bound of a decode step. For benchmarks, between steps."""
+        begin = time.perf_counter()
+        self._library.banyan_read(self._decoder, self._weights.data_ptr(), len(self._weights))
+        return len(self._weights) / (time.perf_counter() - begin)
+
     # --- packing -----------------------------------------------------------------------------
 
     def _declare(self) -> None:
@@ -243,11 +256,13 @@ class NativeDecoder:
         native.banyan_decoder_new.argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_int32]
         native.banyan_decoder_free.argtypes = [ctypes.c_void_p]
         native.banyan_step.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        native.banyan_read.restype = ctypes.c_int64
+        native.banyan_read.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
 
     def _config(self) -> _Config:
         shape = self.shape
         config = _Config()
-        for name, _ in _Config._fields_:
+        for name, *_ in _Config._fields_:
             if name not in ("dtype", "activation", "tied"):
                 setattr(config, name, getattr(shape, name))
         config.dtype, config.tied = DTYPES[shape.dtype][0], shape.tied

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 
 import torch
 
@@ -22,8 +23,6 @@ def huge_bytes(count: int) -> torch.Tensor:
     except OSError:
         raise MemoryError from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with suppress(OSError):  # a kernel without transparent huge pages: slower, not wrong
             area.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # a kernel without transparent huge pages: slower, not wrong
     return torch.frombuffer(area, dtype=torch.uint8, count=count)

@@ -115,6 +115,15 @@ class CompiledModel:
             sample_rows=_ints([sample.row for sample in plan.samples]),
         )
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of the packed matrices."""
+        return self._decoder.weight_bytes
+
+    def read_rate(self) -> float:
+        """Bytes per second of reading the weights on all threads; for benchmarks, between steps."""
+        return self._decoder.read_rate()
+
     def read_block(self, group: int, block: int, rank: int = 0) -> bytes:
         """The block's bytes as they lie in the pool."""
         assert rank == 0

@@ -41,6 +41,15 @@ struct PlainPages {
     return true;
   }
   int key_stride() const { return block_tokens * Num<E>::STEP; }
+
+  // Ahead of their use; keys of blocks longer than a subpage are left to the CPU's own prefetcher.
+  void fetch(const E* keys, const E* values) const {
+    const size_t bytes = sizeof(E) * SUBPAGE * dim;
+    for (size_t b = 0; b < bytes; b += 64) {
+      __builtin_prefetch((const char*)keys + b);
+      __builtin_prefetch((const char*)values + b);
+    }
+  }
 };
 
 struct AttentionShape {
@@ -117,11 +126,12 @@ inline void weigh_sized(int rows, const E* weights, const E* values, int dim, in
 
 // scores[r][16 j ..] of the chunk's present subpages.
 template <class E>
-inline void score_chunk(AttentionScratch<E>& s, int rows, int dim, int key_stride, const E* const* keys) {
+inline void score_chunk(AttentionScratch<E>& s, int first, int rows, int dim, int key_stride,
+                        const E* const* keys) {
   for (int j = 0; j < SUBPAGES; j++) {
     if (keys[j] == nullptr) continue;
-    for (int r = 0; r < rows; r += 8) {
-      const int count = rows - r < 8 ? rows - r : 8;
+    for (int r = first; r < first + rows; r += 8) {
+      const int count = first + rows - r < 8 ? first + rows - r : 8;
       score_sized<E, 8>(count, &s.query[r][0], keys[j], key_stride, dim, &s.scores[r][j * SUBPAGE]);
     }
   }
@@ -129,10 +139,10 @@ inline void score_chunk(AttentionScratch<E>& s, int rows, int dim, int key_strid
 
 // out[r] += weights[r] x values, over the chunk's present subpages.
 template <class E>
-inline void weigh_chunk(AttentionScratch<E>& s, int rows, int dim, const E* const* values) {
+inline void weigh_chunk(AttentionScratch<E>& s, int first, int rows, int dim, const E* const* values) {
   for (int column = 0; column < dim; column += 64)
-    for (int r = 0; r < rows; r += WEIGH_ROWS) {
-      const int count = rows - r < WEIGH_ROWS ? rows - r : WEIGH_ROWS;
+    for (int r = first; r < first + rows; r += WEIGH_ROWS) {
+      const int count = first + rows - r < WEIGH_ROWS ? first + rows - r : WEIGH_ROWS;
       for (int j = 0; j < SUBPAGES; j++)
         if (values[j] != nullptr)
           weigh_sized<E, WEIGH_ROWS>(count, &s.weights[r][j * SUBPAGE], values[j], dim, column, s.out[r]);
@@ -156,23 +166,24 @@ inline void shape_attention(int rows) {
     TILE_MAC_EXPANDED(J, 4, 6);                              \
   }
 
-inline void amx_score_chunk(AttentionScratch<bf16>& s, int dim, int key_stride, const bf16* const* keys) {
+inline void amx_score_chunk(AttentionScratch<bf16>& s, int first, int dim, int key_stride,
+                            const bf16* const* keys) {
   TILE_ZERO(0);
   TILE_ZERO(1);
   TILE_ZERO(2);
   TILE_ZERO(3);
   for (int d = 0; d < dim; d += 32) {
-    TILE_LOAD(4, &s.query[0][d], DIM_MAX * 2);
+    TILE_LOAD(4, &s.query[first][d], DIM_MAX * 2);
     const size_t row = (size_t)(d / 2) * key_stride;
     BANYAN_SCORE(0)
     BANYAN_SCORE(1)
     BANYAN_SCORE(2)
     BANYAN_SCORE(3)
   }
-  TILE_STORE(0, &s.scores[0][0], CHUNK * 4);
-  TILE_STORE(1, &s.scores[0][16], CHUNK * 4);
-  TILE_STORE(2, &s.scores[0][32], CHUNK * 4);
-  TILE_STORE(3, &s.scores[0][48], CHUNK * 4);
+  TILE_STORE(0, &s.scores[first][0], CHUNK * 4);
+  TILE_STORE(1, &s.scores[first][16], CHUNK * 4);
+  TILE_STORE(2, &s.scores[first][32], CHUNK * 4);
+  TILE_STORE(3, &s.scores[first][48], CHUNK * 4);
 }
 #undef BANYAN_SCORE
 
@@ -182,7 +193,8 @@ inline void amx_score_chunk(AttentionScratch<bf16>& s, int dim, int key_stride, 
     TILE_MAC_EXPANDED(C, 5, 7);                              \
   }
 
-inline void amx_weigh_chunk(AttentionScratch<bf16>& s, int rows, int dim, const bf16* const* values) {
+inline void amx_weigh_chunk(AttentionScratch<bf16>& s, int first, int rows, int dim,
+                            const bf16* const* values) {
   for (int column = 0; column < dim; column += 64) {
     const int columns = (dim - column < 64 ? dim - column : 64) / 16;
     TILE_ZERO(0);
@@ -192,7 +204,7 @@ inline void amx_weigh_chunk(AttentionScratch<bf16>& s, int rows, int dim, const 
     for (int j = 0; j < SUBPAGES; j++) {
       if (values[j] == nullptr) continue;
       const bf16* from = values[j] + (size_t)column * 2;
-      TILE_LOAD(5, &s.weights[0][j * SUBPAGE], CHUNK * 2);
+      TILE_LOAD(5, &s.weights[first][j * SUBPAGE], CHUNK * 2);
       BANYAN_WEIGH(0)
       BANYAN_WEIGH(1)
       BANYAN_WEIGH(2)
@@ -204,7 +216,7 @@ inline void amx_weigh_chunk(AttentionScratch<bf16>& s, int rows, int dim, const 
     if (columns > 3) TILE_STORE(3, &s.part[0][48], 256);
     for (int r = 0; r < rows; r++)
       for (int c = 0; c < columns; c++) {
-        float* at = &s.out[r][column + c * 16];
+        float* at = &s.out[first + r][column + c * 16];
         store(at, load(at) + load(&s.part[r][c * 16]));
       }
   }
@@ -216,22 +228,22 @@ inline void amx_weigh_chunk(AttentionScratch<bf16>& s, int rows, int dim, const 
 // [low, high] weigh exactly 0.
 template <class E>
 inline void soften(AttentionScratch<E>& s, int r, int p0, int low, int high, const AttentionShape& shape) {
-  const i16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const v16 none = splat(-__builtin_inff());
-  v16 score[SUBPAGES], top = none;
+  v16 score[SUBPAGES];
   for (int j = 0; j < SUBPAGES; j++) {
-    v16 x = load(&s.scores[r][j * SUBPAGE]);
-    if (shape.cap > 0) {
-      x = tanhv(x * splat(shape.scale / shape.cap)) * splat(shape.cap * LOG2E);
-    } else {
-      x = x * splat(shape.scale * LOG2E);
-    }
-    const i16 position = lanes + (p0 + j * SUBPAGE);
-    x = (position <= high) & (position >= low) ? x : none;
-    score[j] = x;
-    top = max(top, x);
+    const v16 x = load(&s.scores[r][j * SUBPAGE]);
+    score[j] = shape.cap > 0 ? tanhv(x * splat(shape.scale / shape.cap)) * splat(shape.cap * LOG2E)
+                             : x * splat(shape.scale * LOG2E);
   }
-  const float before = s.top[r], now = largest(top);
+  if (p0 < low || p0 + CHUNK - 1 > high) {
+    const i16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (int j = 0; j < SUBPAGES; j++) {
+      const i16 position = lanes + (p0 + j * SUBPAGE);
+      score[j] = (position <= high) & (position >= low) ? score[j] : none;
+    }
+  }
+  const float before = s.top[r];
+  const float now = largest(max(max(score[0], score[1]), max(score[2], score[3])));
   const float peak = now > before ? now : before;
   if (peak == -__builtin_inff()) {  // nothing seen yet
     for (int j = 0; j < SUBPAGES; j++) Num<E>::put(&s.weights[r][j * SUBPAGE], v16{});
@@ -267,63 +279,65 @@ inline const E* without_tail(AttentionScratch<E>& s, const E* values, int dim, i
   return s.tail;
 }
 
-// scratch.query[0..rows) against positions [0, last[r]] (and the window) of one sequence of `length`
-// positions; the result is s.out[r], normalised.
-template <class E, class Pages>
-void attend(AttentionScratch<E>& s, const Pages& pages, int head, int rows, const int* last, int length,
-            const AttentionShape& shape) {
-  int furthest = 0, nearest = last[0];
+// Before the first walk of the scratch's rows.
+template <class E>
+void begin(AttentionScratch<E>& s, int rows, int dim) {
   for (int r = 0; r < rows; r++) {
     s.top[r] = -__builtin_inff();
     s.total[r] = v16{};
-    std::memset(s.out[r], 0, sizeof(float) * shape.dim);
-    furthest = last[r] > furthest ? last[r] : furthest;
-    nearest = last[r] < nearest ? last[r] : nearest;
+    std::memset(s.out[r], 0, sizeof(float) * dim);
   }
-  int start = shape.window > 0 ? nearest - shape.window + 1 : 0;
-  start = start > 0 ? start / CHUNK * CHUNK : 0;
+}
+
+// Rows [first, first + rows) of the scratch over positions [from, to) of a sequence of `length`
+// positions, `from` a multiple of CHUNK; row r sees up to last[r], and the window before that. Walks
+// of the same rows may follow each other, each by other pages: what is shared is walked together.
+template <class E, class Pages>
+void walk(AttentionScratch<E>& s, const Pages& pages, int head, int first, int rows, const int* last,
+          int from, int to, int length, const AttentionShape& shape) {
 #if defined(__AMX_BF16__)
   constexpr bool TILES = sizeof(E) == 2;
   if constexpr (TILES) shape_attention(rows);
 #endif
-  for (int p0 = start; p0 <= furthest; p0 += CHUNK) {
+  for (int p0 = from; p0 < to; p0 += CHUNK) {
     const E *keys[SUBPAGES], *values[SUBPAGES];
     for (int j = 0; j < SUBPAGES; j++) {
       const int p = p0 + j * SUBPAGE;
       keys[j] = values[j] = nullptr;
-      if (p > furthest || !pages.at(p, head, keys[j], values[j])) continue;
+      if (p >= to || !pages.at(p, head, keys[j], values[j])) continue;
       if (length - p < SUBPAGE) values[j] = without_tail(s, values[j], shape.dim, length - p);
     }
     for (int j = 0; j < SUBPAGES; j++) {  // the chunk after this one
       const E *next_keys, *next_values;
       const int p = p0 + CHUNK + j * SUBPAGE;
-      if (p > furthest || !pages.at(p, head, next_keys, next_values)) continue;
-      const size_t bytes = sizeof(E) * SUBPAGE * shape.dim;
-      for (size_t b = 0; b < bytes; b += 64) {
-        __builtin_prefetch((const char*)next_keys + b);
-        __builtin_prefetch((const char*)next_values + b);
-      }
+      if (p >= to || !pages.at(p, head, next_keys, next_values)) continue;
+      pages.fetch(next_keys, next_values);
     }
 #if defined(__AMX_BF16__)
     if constexpr (TILES)
-      amx_score_chunk(s, shape.dim, pages.key_stride(), keys);
+      amx_score_chunk(s, first, shape.dim, pages.key_stride(), keys);
     else
 #endif
-      score_chunk(s, rows, shape.dim, pages.key_stride(), keys);
-    for (int r = 0; r < rows; r++) {
+      score_chunk(s, first, rows, shape.dim, pages.key_stride(), keys);
+    for (int r = first; r < first + rows; r++) {
       const int low = shape.window > 0 ? last[r] - shape.window + 1 : 0;
       soften(s, r, p0, low, last[r], shape);
     }
 #if defined(__AMX_BF16__)
     if constexpr (TILES)
-      amx_weigh_chunk(s, rows, shape.dim, values);
+      amx_weigh_chunk(s, first, rows, shape.dim, values);
     else
 #endif
-      weigh_chunk(s, rows, shape.dim, values);
+      weigh_chunk(s, first, rows, shape.dim, values);
   }
+}
+
+// After the last walk: s.out[r] is the result.
+template <class E>
+void finish(AttentionScratch<E>& s, int rows, int dim) {
   for (int r = 0; r < rows; r++) {
     const v16 scale = splat(1.0f / sum(s.total[r]));
-    for (int d = 0; d < shape.dim; d += 16) store(&s.out[r][d], load(&s.out[r][d]) * scale);
+    for (int d = 0; d < dim; d += 16) store(&s.out[r][d], load(&s.out[r][d]) * scale);
   }
 }
 

@@ -7,7 +7,7 @@
 extern "C" {
 #endif
 
-#define BANYAN_NATIVE_VERSION 1
+#define BANYAN_NATIVE_VERSION 2
 
 enum { BANYAN_FP32 = 0, BANYAN_BF16 = 1 };
 enum { BANYAN_SILU = 0, BANYAN_GELU_TANH = 1 };
@@ -56,6 +56,9 @@ void banyan_decoder_free(BanyanDecoder *decoder);
 /* One step: writes the rows' keys and values into the pools and the sampled rows' logits. 0, or -1 if
    memory is short (nothing but scratch was touched). Not reentrant. */
 int32_t banyan_step(BanyanDecoder *decoder, const BanyanStep *step);
+/* Reads `bytes` (a multiple of 128 per thread) on all threads, as fast as memory gives them; returns
+   their exclusive or, so that no compiler leaves the reading out. For measurements. */
+int64_t banyan_read(BanyanDecoder *decoder, const void *from, int64_t bytes);
 
 #ifdef __cplusplus
 }

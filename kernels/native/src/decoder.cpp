@@ -1,6 +1,7 @@
 // One call computes a whole step: embedding, all layers, head; threads meet at a few barriers a layer.
 #include "banyan_native.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <memory>
@@ -48,9 +49,27 @@ class Buffer {
   size_t size_ = 0;
 };
 
-// Query rows of one sequence and KV head that walk its pages together.
+// Consecutive rows of one sequence.
+struct Member {
+  int sequence, first_row, tokens;
+};
+
+// Query rows of one KV head that walk pages together: one member, or several that decode behind a
+// common prefix of `shared` positions (cascade attention; Hydragen, Juravsky et al. 2024, and
+// FlashInfer's): they walk that once, then each its own. The result is the same to the bit.
 struct Task {
-  int sequence, head, first_row, tokens, first_query, queries;
+  int head, first_query, queries, first_member, members, shared;
+  int64_t cost;
+};
+
+struct TaskList {
+  std::vector<Task> tasks;
+  std::vector<Member> members;
+
+  void clear() {
+    tasks.clear();
+    members.clear();
+  }
 };
 
 template <class E>
@@ -78,6 +97,7 @@ float mean_square(const float* x, int count) {
 struct Decoder {
   virtual ~Decoder() = default;
   virtual void step(const BanyanStep& step) = 0;
+  virtual int64_t read(const void* from, int64_t bytes) = 0;
 };
 
 template <class E>
@@ -92,7 +112,8 @@ class DecoderOf final : public Decoder {
         norm_(norm),
         team_(threads),
         counters_(config.layers),
-        scratch_(threads) {
+        scratch_(threads),
+        shared_(config.groups) {
     hidden_ = padded(c_.hidden, INNER);
     qkv_ = padded((c_.query_heads + 2 * c_.kv_heads) * c_.head_dim, PANEL);
     attended_ = padded(c_.query_heads * c_.head_dim, INNER);
@@ -110,7 +131,38 @@ class DecoderOf final : public Decoder {
     team_.run([](void* self, int thread) { static_cast<DecoderOf*>(self)->body(thread); }, this);
   }
 
+  int64_t read(const void* from, int64_t bytes) override {
+    Reading reading{this, static_cast<const char*>(from), bytes, std::vector<i16>(team_.size())};
+    team_.run([](void* context, int thread) { read_share(*static_cast<Reading*>(context), thread); },
+              &reading);
+    i16 all = {};
+    for (const i16& one : reading.found) all ^= one;
+    int64_t found = 0;
+    for (int i = 0; i < 16; i++) found ^= all[i];
+    return found;
+  }
+
  private:
+  struct Reading {
+    DecoderOf* self;
+    const char* from;
+    int64_t bytes;
+    std::vector<i16> found;
+  };
+
+  static void read_share(Reading& reading, int thread) {
+    const int64_t lines = reading.bytes / 128, parts = reading.self->team_.size();
+    i16 a = {}, b = {};
+    for (int64_t line = lines * thread / parts; line < lines * (thread + 1) / parts; line++) {
+      const char* at = reading.from + line * 128;
+      __builtin_prefetch(at + AHEAD);
+      __builtin_prefetch(at + AHEAD + 64);
+      a ^= load_as<i16>(at);
+      b ^= load_as<i16>(at + 64);
+    }
+    reading.found[thread] = a ^ b;
+  }
+
   struct Scratch {
     AttentionScratch<E> attention;
     alignas(64) float head[DIM_MAX];
@@ -126,23 +178,95 @@ class DecoderOf final : public Decoder {
     activated_.reserve(rows * inter_);
   }
 
-  // Sequences and heads into tasks, the longest first.
+  // Sequences and heads into tasks, the costliest first. `lone_` for layers with a window, `shared_`
+  // per group for the others.
   void plan() {
-    tasks_.clear();
     const int group = c_.query_heads / c_.kv_heads;
-    const int queries = group < TILE_ROWS ? group : TILE_ROWS;
-    const int tokens = TILE_ROWS / queries;
-    decode_only_ = true;
-    for (int i = 0; i < s_->sequences; i++) {
-      const int first = s_->starts[i], last = s_->starts[i + 1];
-      if (last - first > 1 || group > TILE_ROWS) decode_only_ = false;
-      for (int row = last; row > first; row -= tokens) {
-        const int from = row - tokens > first ? row - tokens : first;
-        for (int head = 0; head < c_.kv_heads; head++)
-          for (int q = 0; q < group; q += queries)
-            tasks_.push_back({i, head, from, row - from, q, group - q < queries ? group - q : queries});
-      }
+    queries_per_task_ = group < TILE_ROWS ? group : TILE_ROWS;
+    tokens_per_task_ = TILE_ROWS / queries_per_task_;
+    decode_only_ = group <= TILE_ROWS;
+    for (int i = 0; i < s_->sequences; i++)
+      if (s_->starts[i + 1] - s_->starts[i] > 1) decode_only_ = false;
+    lone_.clear();
+    for (int i = 0; i < s_->sequences; i++) add_alone(lone_, i);
+    sort(lone_);
+    for (int g = 0; g < c_.groups; g++) plan_group(g);
+  }
+
+  static void sort(TaskList& list) {
+    std::stable_sort(list.tasks.begin(), list.tasks.end(),
+                     [](const Task& a, const Task& b) { return a.cost > b.cost; });
+  }
+
+  void add_alone(TaskList& list, int sequence) {
+    const int first = s_->starts[sequence], last = s_->starts[sequence + 1];
+    for (int row = last; row > first; row -= tokens_per_task_) {
+      const int from = row - tokens_per_task_ > first ? row - tokens_per_task_ : first;
+      list.members.push_back({sequence, from, row - from});
+      add_tasks(list, (int)list.members.size() - 1, 1, 0, s_->lengths[sequence] - (last - row));
     }
+  }
+
+  void add_tasks(TaskList& list, int member, int members, int shared, int64_t cost) {
+    const int group = c_.query_heads / c_.kv_heads;
+    for (int head = 0; head < c_.kv_heads; head++)
+      for (int q = 0; q < group; q += queries_per_task_) {
+        const int queries = group - q < queries_per_task_ ? group - q : queries_per_task_;
+        list.tasks.push_back({head, q, queries, member, members, shared, cost});
+      }
+  }
+
+  const int32_t* table(int group, int sequence) const {
+    return s_->tables[group] + (size_t)sequence * s_->widths[group];
+  }
+
+  // Leading positions that two decoding sequences hold in the same blocks, in whole chunks.
+  int common(int group, int a, int b) const {
+    const int length = s_->lengths[a] < s_->lengths[b] ? s_->lengths[a] : s_->lengths[b];
+    const int32_t *x = table(group, a), *y = table(group, b);
+    int blocks = 0;
+    while ((blocks + 1) * c_.block_tokens <= length && x[blocks] >= 0 && x[blocks] == y[blocks]) blocks++;
+    return blocks * c_.block_tokens / CHUNK * CHUNK;
+  }
+
+  void plan_group(int group) {
+    TaskList& list = shared_[group];
+    list.clear();
+    order_.clear();
+    for (int i = 0; i < s_->sequences; i++) {
+      const int rows = s_->starts[i + 1] - s_->starts[i];
+      if (rows == 1 && tokens_per_task_ > 1 && s_->lengths[i] > CHUNK)
+        order_.push_back(i);
+      else if (rows > 0)
+        add_alone(list, i);
+    }
+    // Sequences with a common prefix come to stand side by side.
+    std::sort(order_.begin(), order_.end(), [&](int a, int b) {
+      const int32_t *x = table(group, a), *y = table(group, b);
+      const int width = s_->widths[group];
+      for (int i = 0; i < width; i++)
+        if (x[i] != y[i]) return x[i] < y[i];
+      return a < b;
+    });
+    for (size_t i = 0; i < order_.size();) {
+      size_t end = i + 1;
+      int shared = 0;
+      while (end < order_.size() && (int)(end - i) < tokens_per_task_) {
+        const int with = common(group, order_[i], order_[end]);
+        if (with == 0 || (end - i > 1 && with < shared / 2)) break;
+        shared = with;  // of the first and the last, so of all between
+        end++;
+      }
+      const int member = (int)list.members.size();
+      int64_t cost = shared;
+      for (size_t k = i; k < end; k++) {
+        list.members.push_back({order_[k], s_->starts[order_[k]], 1});
+        cost += s_->lengths[order_[k]] - shared;
+      }
+      add_tasks(list, member, (int)(end - i), shared, cost);
+      i = end;
+    }
+    sort(list);
   }
 
   void body(int thread) {
@@ -212,8 +336,9 @@ class DecoderOf final : public Decoder {
       turn_rows(layer, thread);
       meet();
     }
-    for (int t; (t = counter.fetch_add(1, std::memory_order_relaxed)) < (int)tasks_.size();)
-      run_task(layer, tasks_[t], *scratch_[thread]);
+    const TaskList& list = layer.window > 0 ? lone_ : shared_[layer.group];
+    for (int t; (t = counter.fetch_add(1, std::memory_order_relaxed)) < (int)list.tasks.size();)
+      run_task(layer, list.tasks[t], &list.members[list.tasks[t].first_member], *scratch_[thread]);
     meet();
     project(layer.output, outputs_.get(), attended_, layer.output_bias, layer.attention_post_norm, thread);
   }
@@ -274,9 +399,9 @@ class DecoderOf final : public Decoder {
   // Where a row's key and value of a head go.
   Place place(const BanyanLayer& layer, int sequence, int row, int head) const {
     const int bt = c_.block_tokens, dim = c_.head_dim;
-    const int position = s_->lengths[sequence] - (s_->starts[sequence + 1] - row);
-    const int32_t* table = s_->tables[layer.group] + (size_t)sequence * s_->widths[layer.group];
-    E* page = keys_of(layer) + table[position / bt] * block_elements(layer) + (size_t)head * bt * dim;
+    const int position = position_of(sequence, row);
+    E* page = keys_of(layer) + table(layer.group, sequence)[position / bt] * block_elements(layer) +
+              (size_t)head * bt * dim;
     return {page, page + (size_t)c_.kv_heads * bt * dim, position % bt};
   }
 
@@ -323,37 +448,54 @@ class DecoderOf final : public Decoder {
     }
   }
 
-  void run_task(const BanyanLayer& layer, const Task& task, Scratch& scratch) {
+  void run_task(const BanyanLayer& layer, const Task& task, const Member* members, Scratch& scratch) {
     const int dim = c_.head_dim, group = c_.query_heads / c_.kv_heads;
     const int first_head = task.head * group + task.first_query;
     AttentionScratch<E>& s = scratch.attention;
-    if (decode_only_) write_kv(layer, task.sequence, task.first_row, task.head, scratch.head);
     int last[TILE_ROWS], rows = 0;
-    for (int t = 0; t < task.tokens; t++) {
-      const int row = task.first_row + t;
-      const int position = s_->lengths[task.sequence] - (s_->starts[task.sequence + 1] - row);
-      for (int q = 0; q < task.queries; q++, rows++) {
-        last[rows] = position;
-        if (decode_only_)
-          turn_query(layer, row, first_head + q, s.query[rows], scratch.head);
-        else
-          std::memcpy(s.query[rows], queries_.get() + (size_t)row * attended_ + (first_head + q) * dim,
-                      sizeof(E) * dim);
-      }
+    for (int m = 0; m < task.members; m++) {
+      const Member& member = members[m];
+      if (decode_only_) write_kv(layer, member.sequence, member.first_row, task.head, scratch.head);
+      for (int row = member.first_row; row < member.first_row + member.tokens; row++)
+        for (int q = 0; q < task.queries; q++, rows++) {
+          last[rows] = position_of(member.sequence, row);
+          if (decode_only_)
+            turn_query(layer, row, first_head + q, s.query[rows], scratch.head);
+          else
+            std::memcpy(s.query[rows], queries_.get() + (size_t)row * attended_ + (first_head + q) * dim,
+                        sizeof(E) * dim);
+        }
     }
-    const PlainPages<E> pages{keys_of(layer),
-                              block_elements(layer),
-                              (size_t)c_.kv_heads * c_.block_tokens * dim,
-                              c_.block_tokens,
-                              dim,
-                              s_->tables[layer.group] + (size_t)task.sequence * s_->widths[layer.group]};
-    banyan::attend(s, pages, task.head, rows, last, s_->lengths[task.sequence],
-                   {dim, layer.window, c_.attention_scale, c_.attention_cap});
+    const AttentionShape shape{dim, layer.window, c_.attention_scale, c_.attention_cap};
+    begin(s, rows, dim);
+    if (task.shared > 0)
+      walk(s, pages(layer, members[0].sequence), task.head, 0, rows, last, 0, task.shared, task.shared, shape);
+    int first = 0;
+    for (int m = 0; m < task.members; m++) {
+      const Member& member = members[m];
+      const int count = member.tokens * task.queries;
+      const int oldest = layer.window > 0 ? last[first] - layer.window + 1 : 0;
+      const int from = oldest > task.shared ? oldest / CHUNK * CHUNK : task.shared;
+      walk(s, pages(layer, member.sequence), task.head, first, count, last, from,
+           last[first + count - 1] + 1, s_->lengths[member.sequence], shape);
+      first += count;
+    }
+    finish(s, rows, dim);
     rows = 0;
-    for (int t = 0; t < task.tokens; t++)
-      for (int q = 0; q < task.queries; q++, rows++)
-        narrow(s.out[rows],
-               outputs_.get() + (size_t)(task.first_row + t) * attended_ + (first_head + q) * dim, dim);
+    for (int m = 0; m < task.members; m++)
+      for (int row = members[m].first_row; row < members[m].first_row + members[m].tokens; row++)
+        for (int q = 0; q < task.queries; q++, rows++)
+          narrow(s.out[rows], outputs_.get() + (size_t)row * attended_ + (first_head + q) * dim, dim);
+  }
+
+  PlainPages<E> pages(const BanyanLayer& layer, int sequence) const {
+    return {keys_of(layer),  block_elements(layer), (size_t)c_.kv_heads * c_.block_tokens * c_.head_dim,
+            c_.block_tokens, c_.head_dim,           table(layer.group, sequence)};
+  }
+
+  // Where among its sequence's physical positions a row is.
+  int position_of(int sequence, int row) const {
+    return s_->lengths[sequence] - (s_->starts[sequence + 1] - row);
   }
 
   // --- the rest of a layer -----------------------------------------------------------------------
@@ -406,7 +548,10 @@ class DecoderOf final : public Decoder {
   std::vector<std::atomic<int>> counters_;  // next attention task, per layer
   std::vector<std::unique_ptr<Scratch>> scratch_;
   const BanyanStep* s_ = nullptr;
-  std::vector<Task> tasks_;
+  TaskList lone_;
+  std::vector<TaskList> shared_;
+  std::vector<int> order_;
+  int queries_per_task_ = 1, tokens_per_task_ = 1;
   bool decode_only_ = true;
   Buffer<float> residual_, projected_;
   Buffer<E> normed_, queries_, outputs_, activated_;
@@ -461,6 +606,10 @@ BanyanDecoder* banyan_decoder_new(const BanyanConfig* config, const BanyanLayer*
 }
 
 void banyan_decoder_free(BanyanDecoder* decoder) { delete decoder; }
+
+int64_t banyan_read(BanyanDecoder* decoder, const void* from, int64_t bytes) {
+  return decoder->decoder->read(from, bytes);
+}
 
 int32_t banyan_step(BanyanDecoder* decoder, const BanyanStep* step) {
   try {

@@ -18,9 +18,9 @@ namespace banyan {
 
 // Waiting spins for about as long as a phase takes, then gives the core away: beside a busy
 // neighbour a spinning thread would hold up the one it waits for.
-constexpr int SPINS = 4000;
+constexpr int SPINS = 200;
 // Between two steps a worker spins for so long before it sleeps: waking costs tens of microseconds.
-constexpr int SPINS_IDLE = 20000;
+constexpr int SPINS_IDLE = 2000;
 
 class Barrier {
  public:

@@ -44,13 +44,16 @@ inline v16 fma(v16 a, v16 b, v16 c) {
 
 inline v16 max(v16 a, v16 b) { return a > b ? a : b; }
 
+#if defined(__AVX512F__)
+inline float sum(v16 v) { return _mm512_reduce_add_ps((__m512)v); }
+inline float largest(v16 v) { return _mm512_reduce_max_ps((__m512)v); }
+#else
 inline float sum(v16 v) {
-  float lanes[16], total = 0;
+  float lanes[16];
   store(lanes, v);
   for (int width = 8; width > 0; width /= 2)
     for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
-  total = lanes[0];
-  return total;
+  return lanes[0];
 }
 
 inline float largest(v16 v) {
@@ -60,6 +63,7 @@ inline float largest(v16 v) {
     for (int i = 0; i < width; i++) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
   return lanes[0];
 }
+#endif
 
 // 2^x, relative error below 2e-7; exactly 0 below -126 (and for -infinity), so that what is masked
 // adds nothing at all.
