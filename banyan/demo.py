@@ -172,9 +172,9 @@ def _text_model(client: Client) -> TextModel:
 def _cluster() -> ClusterSpec:
     """Two replicas, on GPUs where there are two; on a CPU in fp32, where rounding decides no
     token, so that answers with and without the cache can be compared."""
-    device, dtype = ("auto", "auto") if gpus() >= 2 else ("cpu", "fp32")
+    device = "auto" if gpus() >= 2 else "cpu"
     name = f"demo-{os.getpid()}"
-    return ClusterSpec("demo", name, replicas=2, listen="127.0.0.1:0", device=device, dtype=dtype)
+    return ClusterSpec("demo", name, replicas=2, listen="127.0.0.1:0", device=device)
 
 
 def run(json_file: str, *, users: int, max_tokens: int) -> None:

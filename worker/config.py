@@ -39,7 +39,8 @@ class ReplicaConfig:
     listen: str = "127.0.0.1:0"
     advertise: str = ""  # what routers dial, if not what is listened on
     device: str = "auto"  # auto | cpu | cuda
-    dtype: str = "auto"  # auto = the checkpoint's on CUDA, fp32 on CPU; bf16 | fp16 | fp32
+    dtype: str = "auto"  # the checkpoint's (fp32 for torch on a CPU) | bf16 | fp16 | fp32
+    compute: str = "auto"  # compiled on a CPU where that can be, else torch | compiled | torch
     threads: int = 0  # 0 = all cores
     block_tokens: int = DEFAULT_BLOCK_TOKENS
     pool_gib: float | None = None

@@ -223,6 +223,7 @@ def _orders(launch: _Launch) -> list[dict[str, Any]]:
             secret_file=str(launch.folder / "secret"),
             device=spec.device,
             dtype=spec.dtype,
+            compute=spec.compute,
             threads=threads,
             pool_gib=_pool_gib(spec),
             context_tokens=spec.context_tokens,

@@ -32,6 +32,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--node", default="")
     parser.add_argument("--served-name", default="")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--compute", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--context-tokens", type=int, default=0)
     parser.add_argument("--gpus", type=int, default=0)
@@ -52,6 +53,7 @@ def replica_config(options: argparse.Namespace, model: str) -> ReplicaConfig:
         listen=options.listen,
         device=options.device if options.gpus else "cpu",
         dtype=options.dtype,
+        compute=options.compute,
         threads=options.threads,
         pool_gib=options.pool_gib,
         context_tokens=options.context_tokens,

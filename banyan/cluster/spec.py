@@ -26,6 +26,7 @@ class ClusterSpec:
     listen: str = DEFAULT_LISTEN
     device: str = "auto"
     dtype: str = "auto"
+    compute: str = "auto"
     pool_gib: float | None = None
     context_tokens: int = 0
     ray_address: str = ""
@@ -97,6 +98,8 @@ def check(spec: ClusterSpec) -> None:
         raise LaunchError("--device must be auto, cpu or cuda.")
     if spec.dtype not in ("auto", "bf16", "fp16", "fp32"):
         raise LaunchError("--dtype must be auto, bf16, fp16 or fp32.")
+    if spec.compute not in ("auto", "compiled", "torch"):
+        raise LaunchError("--compute must be auto, compiled or torch.")
     if spec.pool_gib is not None and not 0 < spec.pool_gib < math.inf:
         raise LaunchError("--pool-gib must be more than 0.")
     if spec.context_tokens < 0:

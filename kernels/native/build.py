@@ -1,8 +1,9 @@
 """Builds and loads the compiled CPU path for this machine's instruction set; knows no model.
 
-One shared library per instruction set, kept under a name that holds a hash of the sources, flags
-and compiler, so a newer version never meets an older build. It takes seconds; who comes second, in
-another process, waits for the first.
+One shared library per instruction set, kept under a name that holds a hash of sources and flags, so
+a newer version never meets an older build. It takes seconds; who comes second, in another process,
+waits for the first. `python kernels/native/build.py FOLDER` builds them all, for an image without a
+compiler ($BANYAN_NATIVE = FOLDER there).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -133,49 +135,68 @@ def _load(isa: InstructionSet) -> ctypes.CDLL:
     return loaded
 
 
+def file_name(isa: InstructionSet) -> str:
+    """Of its library: the same wherever the same sources are built with the same flags."""
+    digest = hashlib.sha256("\0".join([platform.machine(), *FLAGS, *isa.flags]).encode())
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(b"\0" + source.name.encode() + b"\0" + source.read_bytes())
+    return f"banyan-{isa.name}-{digest.hexdigest()[:16]}.so"
+
+
 def _build(isa: InstructionSet) -> Path:
     """The library's path; built unless it is there."""
-    cxx = compiler()
-    command = [cxx, *FLAGS, *isa.flags]
-    digest = hashlib.sha256("\0".join([*command, _compiler_version(cxx)]).encode())
-    for source in sorted(SOURCES.iterdir()):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    name = file_name(isa)
+    given = os.environ.get("BANYAN_NATIVE")
+    if given and (Path(given) / name).is_file():
+        return Path(given) / name
     folder = cache_folder()
-    target = folder / f"banyan-{isa.name}-{digest.hexdigest()[:16]}.so"
     try:
+        if (folder / name).is_file():
+            return folder / name
+        compiler()
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f".{isa.name}.lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not target.is_file():
-                _compile(command, target)
+            if not (folder / name).is_file():
+                _compile(isa, folder / name)
     except OSError as error:
         raise NativeUnavailable(f"{folder} cannot be written: {error.strerror}.") from None
-    return target
+    return folder / name
 
 
-@cache
-def _compiler_version(cxx: str) -> str:
-    try:
-        ran = subprocess.run([cxx, "--version"], capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        raise NativeUnavailable(f"The compiler {cxx} does not run.") from None
-    return f"{platform.machine()} {ran.stdout}"
-
-
-def _compile(command: Sequence[str], target: Path) -> None:
+def _compile(isa: InstructionSet, target: Path) -> None:
     """Compile to a name of our own and rename: a killed build leaves nothing that looks whole."""
+    cxx = compiler()
     fresh = target.with_name(f".{target.name}.{os.getpid()}")
     _log.info("building the compiled CPU path: %s", target.name)
-    full = [*command, str(SOURCES / "decoder.cpp"), "-o", str(fresh)]
+    command = [cxx, *FLAGS, *isa.flags, str(SOURCES / "decoder.cpp"), "-o", str(fresh)]
     try:
-        ran = subprocess.run(full, capture_output=True, text=True, timeout=BUILD_S_MAX)
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_S_MAX)
         if ran.returncode != 0 or not fresh.is_file():
             _log.warning("the build failed:\n%s", ran.stderr[-4000:])
-            raise NativeUnavailable(
-                f"{Path(command[0]).name} could not build the compiled CPU path."
-            )
+            raise NativeUnavailable(f"{Path(cxx).name} could not build the compiled CPU path.")
         fresh.replace(target)
     except subprocess.TimeoutExpired:
         raise NativeUnavailable("The build of the compiled CPU path took too long.") from None
     finally:
         fresh.unlink(missing_ok=True)
+
+
+def main() -> None:
+    """Build every library of this machine's architecture into the folder given."""
+    if len(sys.argv) != 2:
+        sys.exit("usage: python kernels/native/build.py FOLDER")
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    try:
+        for isa in INSTRUCTION_SETS:
+            if x86 or not isa.needs:
+                _compile(isa, folder / file_name(isa))
+                print(folder / file_name(isa))
+    except NativeUnavailable as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

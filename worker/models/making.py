@@ -1,0 +1,100 @@
+"""Which implementation computes a model: the compiled CPU path where it can, torch elsewhere."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from kernels.backends import backend_for
+from kernels.native.build import NativeUnavailable, library
+from seams.errors import ModelLoadError
+from worker.config import ReplicaConfig
+from worker.models.base import Model
+from worker.models.compiled import CompiledModel, decoder_shape
+from worker.models.config import ModelConfig
+from worker.models.llama import LlamaModel
+from worker.models.weights import FLOATS, Weights
+
+COMPUTES = ("auto", "compiled", "torch")
+NAMES = {name: dtype for dtype, name in FLOATS.items()}
+
+_log = logging.getLogger(__name__)
+
+
+def compiled_dtype(
+    config: ReplicaConfig, parsed: ModelConfig, stored: torch.dtype, device: torch.device
+) -> torch.dtype | None:
+    """The dtype in which the compiled path will compute the model; None if torch shall.
+
+    With dtype auto that is the stored one (fp32 for fp16, which it has not): there bf16 is exact,
+    batch by batch. Builds the library if need be. Raises ModelLoadError if the compiled path was
+    asked for and is not to be had.
+    """
+    if config.compute not in COMPUTES:
+        raise ModelLoadError(f"The compute must be one of {', '.join(COMPUTES)}.")
+    if config.compute == "torch":
+        return None
+    dtype = stored if config.dtype == "auto" else NAMES.get(config.dtype)
+    if dtype is torch.float16 and config.dtype == "auto":
+        dtype = torch.float32
+    if dtype is None:
+        return None  # an unknown name: refused where dtypes are chosen
+    reason = _unavailable(parsed, dtype, device, config.block_tokens)
+    if not reason:
+        return dtype
+    if config.compute == "compiled":
+        raise ModelLoadError(reason)
+    if device.type == "cpu":
+        _log.warning("computing with torch, slower and not batch invariant: %s", reason)
+    return None
+
+
+def _unavailable(
+    parsed: ModelConfig, dtype: torch.dtype, device: torch.device, block_tokens: int
+) -> str:
+    if device.type != "cpu":
+        return "The compiled path computes on CPUs only."
+    reason = decoder_shape(parsed, dtype, block_tokens).unsupported()
+    if reason:
+        return reason
+    try:
+        library()
+    except NativeUnavailable as error:
+        return str(error)
+    return ""
+
+
+def make_model(
+    config: ReplicaConfig,
+    parsed: ModelConfig,
+    weights: Weights,
+    *,
+    fingerprint: str,
+    context_tokens: int,
+    compiled: bool,
+) -> Model:
+    """The model, without pools. Raises ModelLoadError if memory is short."""
+    name, block_tokens = config.served_name, config.block_tokens
+    if not compiled:
+        return LlamaModel(
+            parsed,
+            weights,
+            backend_for(weights.embedding.device),
+            name=name,
+            fingerprint=fingerprint,
+            block_tokens=block_tokens,
+            context_tokens=context_tokens,
+        )
+    try:
+        return CompiledModel(
+            parsed,
+            weights,
+            name=name,
+            fingerprint=fingerprint,
+            block_tokens=block_tokens,
+            context_tokens=context_tokens,
+            threads=config.threads,
+        )
+    except MemoryError:
+        raise ModelLoadError("The device has no memory left for the model's weights.") from None
