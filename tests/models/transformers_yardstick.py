@@ -47,14 +47,16 @@ def reference_models(folder: Path) -> dict[str, Any]:
     """
     from transformers import AutoModelForCausalLM
 
-    def load(path: str, dtype: torch.dtype) -> Any:
-        made = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=path, dtype=dtype)
+    def load(path: str, dtype: torch.dtype, **kwargs: Any) -> Any:
+        made = AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation=path, dtype=dtype, **kwargs
+        )
         return made.eval()
 
     models = {"eager": load("eager", torch.float32)}
     if models["eager"]._supports_sdpa:
         return models | {"sdpa": load("sdpa", torch.float32)}
-    return models | {"float64": load("eager", torch.float64)}
+    return models | {"float64": load("eager", torch.float64, experts_implementation="eager")}
 
 
 @torch.inference_mode()
