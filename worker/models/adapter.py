@@ -201,12 +201,12 @@ class AdaptedModel:
         ]
         by_layer = [batches[group] for group, _ in self._places]
         step = _Step(self._layers, self._pages, by_layer, self._backend)
-        rows = torch.tensor([sample.row for sample in plan.samples], device=self._device)
+        rows = self._integers([sample.row for sample in plan.samples])
         kept = {"logits_to_keep": rows} if self._keeps_rows else {}
         token = _step.set(step)
         try:
             logits = self._model(
-                input_ids=torch.tensor([plan.token_ids], device=self._device),
+                input_ids=self._integers(plan.token_ids).unsqueeze(0),
                 position_ids=batches[0].positions.unsqueeze(0),
                 use_cache=False,
                 **kept,
@@ -216,6 +216,9 @@ class AdaptedModel:
         assert step.done == len(self._layers), "a layer's attention was not called"
         picked: torch.Tensor = logits if self._keeps_rows else logits[rows]
         return picked.float()
+
+    def _integers(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
 
     def read_block(self, group: int, block: int, rank: int = 0) -> bytes:
         """The block's bytes as they lie in the pool."""
