@@ -191,10 +191,10 @@ def test_copies_run_before_the_step_in_order(folder: Path) -> None:
 def test_no_memory_for_the_pool(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(folder)
     size = model.spec.groups[0].block_bytes
-    monkeypatch.setattr("worker.models.llama.available_bytes", lambda device: 2 * size)
+    monkeypatch.setattr("worker.models.pools.available_bytes", lambda device: 2 * size)
     with pytest.raises(OutOfBlocks, match=r"no memory left for [0-9.]+ GiB"):
         model.allocate((3,))
-    monkeypatch.setattr("worker.models.llama.available_bytes", lambda device: 1 << 62)
+    monkeypatch.setattr("worker.models.pools.available_bytes", lambda device: 1 << 62)
     with pytest.raises(OutOfBlocks, match="no memory left"):
         model.allocate((1 << 50,))
     model.allocate((2,))  # a refusal leaves the model as it was
