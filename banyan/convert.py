@@ -1,6 +1,6 @@
 """`python -m banyan.convert GGUF FOLDER`: a GGUF file to a plain safetensors folder, in bfloat16.
 
-The only place besides tests that loads transformers; it runs in a process of its own.
+It loads transformers, so it runs in a process of its own.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Models behind one contract: a Llama-family decoder, a fake whose KV is a hash of the prefix."""
+"""Models behind one contract: our own decoders, an adapter for others, a fake for tests."""

@@ -32,7 +32,13 @@ def check_adapted(adapted: AdaptedModel, model: Any) -> None:
         torch.randint(spec.vocab_tokens, (n,), generator=generator).tolist()
         for n in (min(length, spec.context_tokens) for length in LENGTHS)
     ]
-    ours = _paged(adapted, sequences)
+    kind = str(model.config.model_type)[:64]
+    try:
+        ours = _paged(adapted, sequences)
+    except Exception as error:  # the model's own code, of any kind
+        raise ModelLoadError(
+            f"{kind} models cannot run over pages ({type(error).__name__})."
+        ) from error
     model.set_attn_implementation("eager")
     try:
         theirs = [_own(model, token_ids) for token_ids in sequences]
@@ -41,7 +47,6 @@ def check_adapted(adapted: AdaptedModel, model: Any) -> None:
     for s, (paged, own) in enumerate(zip(ours, theirs, strict=True)):
         behind = CHUNKS[0][s] if len(own) > CHUNKS[0][s] else 0
         if not _distance(paged[behind:], own[behind:]) <= DISTANCE_MAX[model.dtype]:  # NaN too
-            kind = str(model.config.model_type)[:64]
             raise ModelLoadError(
                 f"{kind} models do not compute the same through paged attention as by themselves."
             )

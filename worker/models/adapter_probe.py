@@ -72,7 +72,9 @@ def attention_layers(model: Any, positions: int, vocab: int) -> tuple[AttentionL
     finally:
         _seen.pop()
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    if len(seen.layers) != layers:
+    if len(seen.layers) > layers:
+        raise ModelLoadError(f"{_kind(model)} models attend more than once in a layer.")
+    if len(seen.layers) < layers:
         raise ModelLoadError(
             f"Of the {layers} layers of this {_kind(model)} model {len(seen.layers)} keep their "
             "state as attention's keys and values; all must."

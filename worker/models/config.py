@@ -21,6 +21,10 @@ HEAD_DIM_IMPLIED = {"qwen3": 128} | dict.fromkeys(GEMMAS, 256)
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
+class NotNative(ModelLoadError):
+    """A sound configuration of something that this decoder lacks; transformers may have it."""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """A Llama-family decoder. `windows` has one entry per layer: 0 = the layer sees everything,
@@ -97,7 +101,7 @@ def parse_config(
     kind = document.get("model_type")
     if kind not in MODEL_TYPES:
         supported = ", ".join(MODEL_TYPES)
-        raise ModelLoadError(f"Model type {str(kind)[:64]!r} is not supported ({supported}).")
+        raise NotNative(f"Model type {str(kind)[:64]!r} is not supported ({supported}).")
     if document.get("quantization_config") is not None:
         raise ModelLoadError("Quantised checkpoints are not supported; use an unquantised one.")
     layers = _integer(document, "num_hidden_layers", 1, 1024)
@@ -127,7 +131,7 @@ def parse_config(
         qk_norm=kind in ("qwen3", "gemma3_text"),
         rope=rope,
         windows=_windows(document, kind, layers, context),
-        eos_token_ids=_eos(document, generation or {}, vocab),
+        eos_token_ids=end_tokens(document, generation or {}, vocab),
         attention_scale=_attention_scale(document, kind, head_dim),
         activation=_activation(document, kind),
         attention_cap=_cap(document, "attn_logit_softcapping", 50.0) if kind == "gemma2" else 0.0,
@@ -200,7 +204,7 @@ def _activation(document: Mapping[str, Any], kind: str) -> str:
         name = "gelu_pytorch_tanh"
     if not isinstance(name, str) or name not in ACTIVATIONS:
         supported = ", ".join(ACTIVATIONS)
-        raise ModelLoadError(f"Activation {str(name)[:64]!r} is not supported ({supported}).")
+        raise NotNative(f"Activation {str(name)[:64]!r} is not supported ({supported}).")
     return ACTIVATIONS[name]
 
 
@@ -252,13 +256,13 @@ def _rope(document: Mapping[str, Any], context: int) -> RopeConfig:
             raise ModelLoadError(f"The model's {key} is not a JSON object.")
         fields.update(given or {})
     if document.get("partial_rotary_factor", fields.get("partial_rotary_factor")) not in (None, 1):
-        raise ModelLoadError("Partial rotary embeddings are not supported.")
+        raise NotNative("Partial rotary embeddings are not supported.")
     theta = _number(fields, "rope_theta", 1.0, 1e15, default=10_000.0)
     kind = fields.get("rope_type", fields.get("type", "default"))
     if kind == "default":
         return RopeConfig(theta)
     if kind not in ("linear", "llama3"):
-        raise ModelLoadError(f"RoPE type {str(kind)[:64]!r} is not supported.")
+        raise NotNative(f"RoPE type {str(kind)[:64]!r} is not supported.")
     factor = _number(fields, "factor", 1e-3, 1e6)
     if kind == "linear":
         return RopeConfig(theta, kind, factor)
@@ -313,7 +317,9 @@ def _implied_types(document: Mapping[str, Any], kind: str, layers: int) -> list[
     return [LAYER_FULL if i < first else LAYER_SLIDING for i in range(layers)]
 
 
-def _eos(document: Mapping[str, Any], generation: Mapping[str, Any], vocab: int) -> tuple[int, ...]:
+def end_tokens(
+    document: Mapping[str, Any], generation: Mapping[str, Any], vocab: int
+) -> tuple[int, ...]:
     """End tokens of both files, config.json's first; chat models often name theirs in the other."""
     found: dict[int, None] = {}
     for source in (document, generation):

@@ -12,8 +12,10 @@ import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,13 +29,20 @@ def model_fingerprint(
     checkpoint: Checkpoint, config: ModelConfig, progress: Progress | None = None
 ) -> str:
     """64 hexadecimal digits. Reads all tensors unless the same files were hashed before."""
+    # The end tokens decide when to stop, never what a key or value is.
+    fields = {k: v for k, v in asdict(config).items() if k != "eos_token_ids"}
+    return document_fingerprint(checkpoint, fields, progress)
+
+
+def document_fingerprint(
+    checkpoint: Checkpoint, fields: Mapping[str, Any], progress: Progress | None = None
+) -> str:
+    """As model_fingerprint; `fields` are the JSON values that decide keys and values."""
     remembered = _Remembered(checkpoint)
     tensors = remembered.load()
     if tensors is None:
         tensors = tensors_digest(checkpoint, progress)
         remembered.store(tensors)
-    # The end tokens decide when to stop, never what a key or value is.
-    fields = {k: v for k, v in asdict(config).items() if k != "eos_token_ids"}
     canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"))
     return _framed_digest(FORMAT, canonical, tensors)
 

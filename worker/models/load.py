@@ -1,6 +1,7 @@
 """From a replica's configuration to a loaded model and the size of its pools; reads no text files.
 
-Never imports transformers: config.json and safetensors are all that is needed.
+Imports transformers only for a decoder that this project lacks: else config.json and safetensors
+are all that is needed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from kvstore.groups import GroupKind, KVGroup
 from seams.errors import ModelLoadError, OutOfBlocks
 from worker.config import ReplicaConfig
 from worker.models.base import Model, ModelSpec
-from worker.models.config import read_config
+from worker.models.config import NotNative, read_config
 from worker.models.fingerprint import model_fingerprint
 from worker.models.llama import LlamaModel
 from worker.models.memory import available_bytes
@@ -43,7 +44,12 @@ def load_model(config: ReplicaConfig, progress: Progress | None = None) -> Model
     if not folder.is_dir():
         raise ModelLoadError("There is no such model folder.")
     device = choose_device(config.device)
-    parsed = read_config(folder)
+    try:
+        parsed = read_config(folder)
+    except NotNative:
+        from worker.models.adapter_load import load_adapted
+
+        return load_adapted(config, device, progress)
     context = config.context_tokens or parsed.context_tokens
     if not 0 < context <= parsed.context_tokens:
         raise ModelLoadError(
