@@ -3,9 +3,15 @@
 
 #include "vector.h"
 
+namespace banyan {
+constexpr int AHEAD = 8 << 10;  // bytes that weights are prefetched ahead of their use
+}
+
 #if defined(__AMX_BF16__)
 #include <sys/syscall.h>
 #include <unistd.h>
+
+#include <initializer_list>
 
 namespace banyan {
 
@@ -53,10 +59,20 @@ inline void emit_tiles(const float (&out)[4][16][16], int t, int rows, int row, 
   for (int r = 0; r < rows; r++) emit(row + r, panel, load(out[t][r]), load(out[t + 1][r]));
 }
 
+// Weights to be fetched before their use, some lines with every step of the inner loop.
+struct Ahead {
+  const char* at;
+  int lines;
+
+  inline void fetch() {
+    for (int i = 0; i < lines; i++, at += 64) _mm_prefetch(at, _MM_HINT_T1);
+  }
+};
+
 // 17..32 rows of one panel: two row tiles over two output tiles.
 template <class Emit>
 inline void amx_two_rows(const bf16* a, ptrdiff_t stride, int row, int rows, const bf16* w, int depth,
-                         int panel, Emit& emit) {
+                         int panel, Ahead& ahead, Emit& emit) {
   alignas(64) float out[4][16][16];
   const bf16* weights = w + (size_t)panel * 32 * depth;
   const bf16* upper = a + row * stride;
@@ -68,6 +84,7 @@ inline void amx_two_rows(const bf16* a, ptrdiff_t stride, int row, int rows, con
   TILE_ZERO(3);
   for (int k = 0; k < depth; k += 32) {
     const bf16* at = weights + (size_t)k * 32;
+    ahead.fetch();
     TILE_LOAD(6, at, 128);
     TILE_LOAD(4, upper + k, bytes);
     TILE_MAC(0, 4, 6);
@@ -85,10 +102,10 @@ inline void amx_two_rows(const bf16* a, ptrdiff_t stride, int row, int rows, con
   emit_tiles(out, 2, rows - 16, row + 16, panel, emit);
 }
 
-// At most 16 rows: the four accumulators are two panels. `ahead`: fetch weights before their use.
-template <bool AHEAD_TOO, bool SECOND, class Emit>
+// At most 16 rows: the four accumulators are two panels (one, if there is no `second`).
+template <bool SECOND, class Emit>
 inline void amx_one_row(const bf16* a, ptrdiff_t stride, int row, int rows, const bf16* w, int depth,
-                        int panel, Emit& emit) {
+                        int panel, bool from_memory, Emit& emit) {
   alignas(64) float out[4][16][16];
   const bf16* one = w + (size_t)panel * 32 * depth;
   const bf16* two = one + (size_t)32 * depth;
@@ -100,10 +117,10 @@ inline void amx_one_row(const bf16* a, ptrdiff_t stride, int row, int rows, cons
   for (int k = 0; k < depth; k += 32) {
     const bf16* at = one + (size_t)k * 32;
     const bf16* at_two = two + (size_t)k * 32;
-    if constexpr (AHEAD_TOO)
+    if (from_memory)
       for (int line = 0; line < 2048; line += 64) {
-        _mm_prefetch((const char*)at + (8 << 10) + line, _MM_HINT_T0);
-        if constexpr (SECOND) _mm_prefetch((const char*)at_two + (8 << 10) + line, _MM_HINT_T0);
+        _mm_prefetch((const char*)at + AHEAD + line, _MM_HINT_T0);
+        if constexpr (SECOND) _mm_prefetch((const char*)at_two + AHEAD + line, _MM_HINT_T0);
       }
     TILE_LOAD(4, from + k, stride * 2);
     TILE_LOAD(6, at, 128);
@@ -135,22 +152,27 @@ void amx_gemm(const bf16* a, ptrdiff_t stride, int rows, const bf16* w, int dept
     shape_gemm(rows);
     int panel = first;
     for (; panel + 2 <= last; panel += 2)
-      amx_one_row<true, true>(a, stride, 0, rows, w, depth, panel, emit);
-    if (panel < last) amx_one_row<true, false>(a, stride, 0, rows, w, depth, panel, emit);
+      amx_one_row<true>(a, stride, 0, rows, w, depth, panel, true, emit);
+    if (panel < last) amx_one_row<false>(a, stride, 0, rows, w, depth, panel, true, emit);
     return;
   }
-  const int whole = rows / 32 * 32, rest = rows - whole;
-  if (whole) shape_gemm(32);
-  for (int panel = first; whole && panel < last; panel++)
-    for (int row = 0; row < whole; row += 32)
-      amx_two_rows(a, stride, row, 32, w, depth, panel, emit);
-  if (rest == 0) return;
-  shape_gemm(rest);
+  // A panel stays in the L1 cache for all rows, and the next one is fetched meanwhile, spread evenly.
+  const int blocks = (rows + 31) / 32, rest = rows - (blocks - 1) * 32;
+  const int lines = (32 + blocks - 1) / blocks;
+  const size_t panel_bytes = (size_t)depth * 64;
+  shape_gemm(blocks > 1 ? 32 : rest);
   for (int panel = first; panel < last; panel++) {
+    Ahead ahead{(const char*)w + (panel + 1) * panel_bytes, lines};
+    for (int block = 0; block < blocks - 1; block++)
+      amx_two_rows(a, stride, block * 32, 32, w, depth, panel, ahead, emit);
+    const bool reshape = blocks > 1 && rest < 32;
+    if (reshape) shape_gemm(rest);
+    const int row = (blocks - 1) * 32;
     if (rest > 16)
-      amx_two_rows(a, stride, whole, rest, w, depth, panel, emit);
+      amx_two_rows(a, stride, row, rest, w, depth, panel, ahead, emit);
     else
-      amx_one_row<false, false>(a, stride, whole, rest, w, depth, panel, emit);
+      amx_one_row<false>(a, stride, row, rest, w, depth, panel, false, emit);
+    if (reshape) shape_gemm(32);
   }
 }
 

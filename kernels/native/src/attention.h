@@ -1,6 +1,6 @@
-// Attention that reads pages in place: up to 16 query rows of one KV head against their sequence.
+// Attention that reads pages in place: up to 32 query rows of one KV head against their sequence.
 //
-// It walks fixed chunks of 64 positions from position 0 with a running softmax (Milakov and
+// It walks fixed chunks of 128 positions from position 0 with a running softmax (Milakov and
 // Gimelshein, 2018; FlashAttention's inner loop), so a row's result depends on its own sequence
 // only: what is masked adds exactly nothing, however many rows share the walk.
 //
@@ -13,9 +13,9 @@
 
 namespace banyan {
 
-constexpr int TILE_ROWS = 16;   // query rows of one walk
+constexpr int TILE_ROWS = 32;   // query rows of one walk: it loads a page once for all of them
 constexpr int SUBPAGE = 16;     // tokens of a vector; block_tokens is a multiple of it
-constexpr int CHUNK = 64;       // positions between two rescalings
+constexpr int CHUNK = 128;      // positions between two rescalings
 constexpr int SUBPAGES = CHUNK / SUBPAGE;
 constexpr int DIM_MAX = 256;
 
@@ -45,9 +45,9 @@ struct PlainPages {
   // Ahead of their use; keys of blocks longer than a subpage are left to the CPU's own prefetcher.
   void fetch(const E* keys, const E* values) const {
     const size_t bytes = sizeof(E) * SUBPAGE * dim;
-    for (size_t b = 0; b < bytes; b += 64) {
-      __builtin_prefetch((const char*)keys + b);
-      __builtin_prefetch((const char*)values + b);
+    for (size_t b = 0; b < bytes; b += 64) {  // into L2: the pages of two chunks overfill L1
+      __builtin_prefetch((const char*)keys + b, 0, 2);
+      __builtin_prefetch((const char*)values + b, 0, 2);
     }
   }
 };
@@ -62,11 +62,12 @@ struct AttentionShape {
 // Per-thread working memory.
 template <class E>
 struct AttentionScratch {
-  alignas(64) E query[TILE_ROWS][DIM_MAX];
-  alignas(64) float scores[TILE_ROWS][CHUNK];
-  alignas(64) E weights[TILE_ROWS][CHUNK];
+  // A tile of a member's last rows may reach 15 rows over the end.
+  alignas(64) E query[TILE_ROWS + 16][DIM_MAX];
+  alignas(64) float scores[TILE_ROWS + 16][CHUNK];
+  alignas(64) E weights[TILE_ROWS + 16][CHUNK];
   alignas(64) float out[TILE_ROWS][DIM_MAX];
-  alignas(64) float part[TILE_ROWS][64];
+  alignas(64) float part[16][64];
   alignas(64) E tail[SUBPAGE * DIM_MAX];
   float top[TILE_ROWS];
   v16 total[TILE_ROWS];
@@ -127,8 +128,8 @@ inline void weigh_sized(int rows, const E* weights, const E* values, int dim, in
 // scores[r][16 j ..] of the chunk's present subpages.
 template <class E>
 inline void score_chunk(AttentionScratch<E>& s, int first, int rows, int dim, int key_stride,
-                        const E* const* keys) {
-  for (int j = 0; j < SUBPAGES; j++) {
+                        const E* const* keys, int subpages) {
+  for (int j = 0; j < subpages; j++) {
     if (keys[j] == nullptr) continue;
     for (int r = first; r < first + rows; r += 8) {
       const int count = first + rows - r < 8 ? first + rows - r : 8;
@@ -139,18 +140,20 @@ inline void score_chunk(AttentionScratch<E>& s, int first, int rows, int dim, in
 
 // out[r] += weights[r] x values, over the chunk's present subpages.
 template <class E>
-inline void weigh_chunk(AttentionScratch<E>& s, int first, int rows, int dim, const E* const* values) {
+inline void weigh_chunk(AttentionScratch<E>& s, int first, int rows, int dim, const E* const* values,
+                        int subpages) {
   for (int column = 0; column < dim; column += 64)
     for (int r = first; r < first + rows; r += WEIGH_ROWS) {
       const int count = first + rows - r < WEIGH_ROWS ? first + rows - r : WEIGH_ROWS;
-      for (int j = 0; j < SUBPAGES; j++)
+      for (int j = 0; j < subpages; j++)
         if (values[j] != nullptr)
           weigh_sized<E, WEIGH_ROWS>(count, &s.weights[r][j * SUBPAGE], values[j], dim, column, s.out[r]);
     }
 }
 
 #if defined(__AMX_BF16__)
-inline void shape_attention(int rows) {
+inline void shape_attention(int rows) {  // of more than 16 rows each tile takes 16, the last some in vain
+  if (rows > 16) rows = 16;
   TileShapes shapes;
   for (int t : {0, 1, 2, 3, 4}) shapes.set(t, rows, 64);
   shapes.set(5, rows, 2 * SUBPAGE);      // weights of a subpage
@@ -162,12 +165,13 @@ inline void shape_attention(int rows) {
 #define TILE_MAC_EXPANDED(C, A, B) TILE_MAC(C, A, B)
 #define BANYAN_SCORE(J)                                   \
   if (keys[J] != nullptr) {                               \
-    TILE_LOAD(6, keys[J] + row, key_stride * 2);        \
-    TILE_MAC_EXPANDED(J, 4, 6);                              \
+    TILE_LOAD(6, keys[J] + row, key_stride * 2);          \
+    TILE_MAC_EXPANDED(J, 4, 6);                           \
   }
 
-inline void amx_score_chunk(AttentionScratch<bf16>& s, int first, int dim, int key_stride,
-                            const bf16* const* keys) {
+// Four subpages: the accumulators there are.
+inline void amx_score_half(AttentionScratch<bf16>& s, int first, int dim, int key_stride,
+                           const bf16* const* keys, int column) {
   TILE_ZERO(0);
   TILE_ZERO(1);
   TILE_ZERO(2);
@@ -180,10 +184,18 @@ inline void amx_score_chunk(AttentionScratch<bf16>& s, int first, int dim, int k
     BANYAN_SCORE(2)
     BANYAN_SCORE(3)
   }
-  TILE_STORE(0, &s.scores[first][0], CHUNK * 4);
-  TILE_STORE(1, &s.scores[first][16], CHUNK * 4);
-  TILE_STORE(2, &s.scores[first][32], CHUNK * 4);
-  TILE_STORE(3, &s.scores[first][48], CHUNK * 4);
+  float* to = &s.scores[first][column];
+  TILE_STORE(0, to, CHUNK * 4);
+  TILE_STORE(1, to + 16, CHUNK * 4);
+  TILE_STORE(2, to + 32, CHUNK * 4);
+  TILE_STORE(3, to + 48, CHUNK * 4);
+}
+
+inline void amx_score_chunk(AttentionScratch<bf16>& s, int first, int rows, int dim, int key_stride,
+                            const bf16* const* keys, int subpages) {
+  for (int j = 0; j < subpages; j += 4)
+    for (int r = 0; r < rows; r += 16)
+      amx_score_half(s, first + r, dim, key_stride, keys + j, j * SUBPAGE);
 }
 #undef BANYAN_SCORE
 
@@ -194,71 +206,76 @@ inline void amx_score_chunk(AttentionScratch<bf16>& s, int first, int dim, int k
   }
 
 inline void amx_weigh_chunk(AttentionScratch<bf16>& s, int first, int rows, int dim,
-                            const bf16* const* values) {
-  for (int column = 0; column < dim; column += 64) {
-    const int columns = (dim - column < 64 ? dim - column : 64) / 16;
-    TILE_ZERO(0);
-    TILE_ZERO(1);
-    TILE_ZERO(2);
-    TILE_ZERO(3);
-    for (int j = 0; j < SUBPAGES; j++) {
-      if (values[j] == nullptr) continue;
-      const bf16* from = values[j] + (size_t)column * 2;
-      TILE_LOAD(5, &s.weights[first][j * SUBPAGE], CHUNK * 2);
-      BANYAN_WEIGH(0)
-      BANYAN_WEIGH(1)
-      BANYAN_WEIGH(2)
-      BANYAN_WEIGH(3)
-    }
-    TILE_STORE(0, &s.part[0][0], 256);
-    if (columns > 1) TILE_STORE(1, &s.part[0][16], 256);
-    if (columns > 2) TILE_STORE(2, &s.part[0][32], 256);
-    if (columns > 3) TILE_STORE(3, &s.part[0][48], 256);
-    for (int r = 0; r < rows; r++)
-      for (int c = 0; c < columns; c++) {
-        float* at = &s.out[first + r][column + c * 16];
-        store(at, load(at) + load(&s.part[r][c * 16]));
+                            const bf16* const* values, int subpages) {
+  for (int row = first; row < first + rows; row += 16)
+    for (int column = 0; column < dim; column += 64) {
+      const int columns = (dim - column < 64 ? dim - column : 64) / 16;
+      TILE_ZERO(0);
+      TILE_ZERO(1);
+      TILE_ZERO(2);
+      TILE_ZERO(3);
+      for (int j = 0; j < subpages; j++) {
+        if (values[j] == nullptr) continue;
+        const bf16* from = values[j] + (size_t)column * 2;
+        TILE_LOAD(5, &s.weights[row][j * SUBPAGE], CHUNK * 2);
+        BANYAN_WEIGH(0)
+        BANYAN_WEIGH(1)
+        BANYAN_WEIGH(2)
+        BANYAN_WEIGH(3)
       }
-  }
+      TILE_STORE(0, &s.part[0][0], 256);
+      if (columns > 1) TILE_STORE(1, &s.part[0][16], 256);
+      if (columns > 2) TILE_STORE(2, &s.part[0][32], 256);
+      if (columns > 3) TILE_STORE(3, &s.part[0][48], 256);
+      const int count = first + rows - row < 16 ? first + rows - row : 16;
+      for (int r = 0; r < count; r++)
+        for (int c = 0; c < columns; c++) {
+          float* at = &s.out[row + r][column + c * 16];
+          store(at, load(at) + load(&s.part[r][c * 16]));
+        }
+    }
 }
 #undef BANYAN_WEIGH
 #endif
 
 // One row of a chunk's scores -> weights; rescales the row's output and total. Positions outside
-// [low, high] weigh exactly 0.
+// [low, high] weigh exactly 0, so it makes no difference how many subpages behind them are looked at.
 template <class E>
-inline void soften(AttentionScratch<E>& s, int r, int p0, int low, int high, const AttentionShape& shape) {
+inline void soften(AttentionScratch<E>& s, int r, int p0, int subpages, int low, int high,
+                   const AttentionShape& shape) {
   const v16 none = splat(-__builtin_inff());
-  v16 score[SUBPAGES];
-  for (int j = 0; j < SUBPAGES; j++) {
-    const v16 x = load(&s.scores[r][j * SUBPAGE]);
-    score[j] = shape.cap > 0 ? tanhv(x * splat(shape.scale / shape.cap)) * splat(shape.cap * LOG2E)
-                             : x * splat(shape.scale * LOG2E);
+  v16 score[SUBPAGES], top = none;
+  float scale = shape.scale * LOG2E;
+  for (int j = 0; j < subpages; j++) score[j] = load(&s.scores[r][j * SUBPAGE]);
+  if (shape.cap > 0) {
+    for (int j = 0; j < subpages; j++)
+      score[j] = tanhv(score[j] * splat(shape.scale / shape.cap)) * splat(shape.cap);
+    scale = LOG2E;
   }
-  if (p0 < low || p0 + CHUNK - 1 > high) {
+  if (p0 < low || p0 + subpages * SUBPAGE - 1 > high) {
     const i16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    for (int j = 0; j < SUBPAGES; j++) {
+    for (int j = 0; j < subpages; j++) {
       const i16 position = lanes + (p0 + j * SUBPAGE);
       score[j] = (position <= high) & (position >= low) ? score[j] : none;
     }
   }
-  const float before = s.top[r];
-  const float now = largest(max(max(score[0], score[1]), max(score[2], score[3])));
+  for (int j = 0; j < subpages; j++) top = max(top, score[j]);
+  const float before = s.top[r], now = largest(top) * scale;
   const float peak = now > before ? now : before;
   if (peak == -__builtin_inff()) {  // nothing seen yet
-    for (int j = 0; j < SUBPAGES; j++) Num<E>::put(&s.weights[r][j * SUBPAGE], v16{});
+    for (int j = 0; j < subpages; j++) Num<E>::put(&s.weights[r][j * SUBPAGE], v16{});
     return;
   }
   v16 total = v16{};
-  for (int j = 0; j < SUBPAGES; j++) {
-    const v16 weight = exp2v(score[j] - splat(peak));
+  for (int j = 0; j < subpages; j++) {
+    const v16 weight = exp2v(fma(score[j], splat(scale), splat(-peak)));
     Num<E>::put(&s.weights[r][j * SUBPAGE], weight);
     total = total + weight;
   }
   if (peak != before) {
-    const v16 scale = exp2v(splat(before - peak));
-    s.total[r] = s.total[r] * scale;
-    for (int d = 0; d < shape.dim; d += 16) store(&s.out[r][d], load(&s.out[r][d]) * scale);
+    const v16 shrink = exp2v(splat(before - peak));
+    s.total[r] = s.total[r] * shrink;
+    for (int d = 0; d < shape.dim; d += 16) store(&s.out[r][d], load(&s.out[r][d]) * shrink);
     s.top[r] = peak;
   }
   s.total[r] = s.total[r] + total;
@@ -292,22 +309,23 @@ void begin(AttentionScratch<E>& s, int rows, int dim) {
 // Rows [first, first + rows) of the scratch over positions [from, to) of a sequence of `length`
 // positions, `from` a multiple of CHUNK; row r sees up to last[r], and the window before that. Walks
 // of the same rows may follow each other, each by other pages: what is shared is walked together.
+// `ahead`: the pages come from memory, not from a cache, so fetch them before their use.
 template <class E, class Pages>
 void walk(AttentionScratch<E>& s, const Pages& pages, int head, int first, int rows, const int* last,
-          int from, int to, int length, const AttentionShape& shape) {
+          int from, int to, int length, const AttentionShape& shape, bool ahead) {
 #if defined(__AMX_BF16__)
   constexpr bool TILES = sizeof(E) == 2;
   if constexpr (TILES) shape_attention(rows);
 #endif
   for (int p0 = from; p0 < to; p0 += CHUNK) {
-    const E *keys[SUBPAGES], *values[SUBPAGES];
-    for (int j = 0; j < SUBPAGES; j++) {
+    const int subpages = to - p0 < CHUNK ? (to - p0 + SUBPAGE - 1) / SUBPAGE : SUBPAGES;
+    const E *keys[SUBPAGES] = {}, *values[SUBPAGES] = {};
+    for (int j = 0; j < subpages; j++) {
       const int p = p0 + j * SUBPAGE;
-      keys[j] = values[j] = nullptr;
-      if (p >= to || !pages.at(p, head, keys[j], values[j])) continue;
+      if (!pages.at(p, head, keys[j], values[j])) continue;
       if (length - p < SUBPAGE) values[j] = without_tail(s, values[j], shape.dim, length - p);
     }
-    for (int j = 0; j < SUBPAGES; j++) {  // the chunk after this one
+    for (int j = 0; ahead && j < SUBPAGES; j++) {  // the chunk after this one
       const E *next_keys, *next_values;
       const int p = p0 + CHUNK + j * SUBPAGE;
       if (p >= to || !pages.at(p, head, next_keys, next_values)) continue;
@@ -315,20 +333,20 @@ void walk(AttentionScratch<E>& s, const Pages& pages, int head, int first, int r
     }
 #if defined(__AMX_BF16__)
     if constexpr (TILES)
-      amx_score_chunk(s, first, shape.dim, pages.key_stride(), keys);
+      amx_score_chunk(s, first, rows, shape.dim, pages.key_stride(), keys, subpages);
     else
 #endif
-      score_chunk(s, first, rows, shape.dim, pages.key_stride(), keys);
+      score_chunk(s, first, rows, shape.dim, pages.key_stride(), keys, subpages);
     for (int r = first; r < first + rows; r++) {
       const int low = shape.window > 0 ? last[r] - shape.window + 1 : 0;
-      soften(s, r, p0, low, last[r], shape);
+      soften(s, r, p0, subpages, low, last[r], shape);
     }
 #if defined(__AMX_BF16__)
     if constexpr (TILES)
-      amx_weigh_chunk(s, first, rows, shape.dim, values);
+      amx_weigh_chunk(s, first, rows, shape.dim, values, subpages);
     else
 #endif
-      weigh_chunk(s, first, rows, shape.dim, values);
+      weigh_chunk(s, first, rows, shape.dim, values, subpages);
   }
 }
 

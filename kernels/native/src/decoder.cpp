@@ -469,7 +469,8 @@ class DecoderOf final : public Decoder {
     const AttentionShape shape{dim, layer.window, c_.attention_scale, c_.attention_cap};
     begin(s, rows, dim);
     if (task.shared > 0)
-      walk(s, pages(layer, members[0].sequence), task.head, 0, rows, last, 0, task.shared, task.shared, shape);
+      walk(s, pages(layer, members[0].sequence), task.head, 0, rows, last, 0, task.shared, task.shared, shape,
+           true);
     int first = 0;
     for (int m = 0; m < task.members; m++) {
       const Member& member = members[m];
@@ -477,7 +478,7 @@ class DecoderOf final : public Decoder {
       const int oldest = layer.window > 0 ? last[first] - layer.window + 1 : 0;
       const int from = oldest > task.shared ? oldest / CHUNK * CHUNK : task.shared;
       walk(s, pages(layer, member.sequence), task.head, first, count, last, from,
-           last[first + count - 1] + 1, s_->lengths[member.sequence], shape);
+           last[first + count - 1] + 1, s_->lengths[member.sequence], shape, member.tokens == 1);
       first += count;
     }
     finish(s, rows, dim);

@@ -13,7 +13,6 @@ namespace banyan {
 
 constexpr int PANEL = 32;
 constexpr int INNER = 32;       // the inner dimension is a multiple of it, zeros behind the end
-constexpr int AHEAD = 8 << 10;  // bytes that weights are prefetched ahead of their use
 
 inline int padded(int n, int unit) { return (n + unit - 1) / unit * unit; }
 

@@ -65,24 +65,33 @@ inline float largest(v16 v) {
 }
 #endif
 
-// 2^x, relative error below 2e-7; exactly 0 below -126 (and for -infinity), so that what is masked
-// adds nothing at all.
+// 2^x, relative error below 2e-7; exactly 0 far below (and for -infinity), so that what is masked
+// adds nothing at all; a NaN stays one. Coefficients: least largest relative error on [-1/2, 1/2].
 inline v16 exp2v(v16 x) {
+#if defined(__AVX512F__)
+  const __m512 bounded = _mm512_max_ps(_mm512_set1_ps(-200.0f), (__m512)x);
+  const __m512 whole = _mm512_roundscale_ps(bounded, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const v16 part = (v16)_mm512_sub_ps(bounded, whole);
+#else
   const v16 low = splat(-126.0f), high = splat(127.0f);
-  v16 clamped = x < low ? low : (x > high ? high : x);
+  const v16 bounded = x < low ? low : (x > high ? high : x);
   const v16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  v16 whole = (clamped + magic) - magic;
-  v16 part = clamped - whole;  // [-0.5, 0.5]
-  v16 y = splat(1.5403530e-4f);
-  y = fma(y, part, splat(1.3333558e-3f));
-  y = fma(y, part, splat(9.6181291e-3f));
-  y = fma(y, part, splat(5.5504109e-2f));
-  y = fma(y, part, splat(2.4022651e-1f));
-  y = fma(y, part, splat(6.9314718e-1f));
+  const v16 whole = (bounded + magic) - magic;
+  const v16 part = bounded - whole;
+#endif
+  v16 y = splat(1.326472731e-3f);
+  y = fma(y, part, splat(9.671512991e-3f));
+  y = fma(y, part, splat(5.550733581e-2f));
+  y = fma(y, part, splat(2.402224243e-1f));
+  y = fma(y, part, splat(6.931470037e-1f));
   y = fma(y, part, splat(1.0f));
-  i16 power = __builtin_convertvector(whole, i16) << 23;
-  v16 result = (v16)((i16)y + power);
+#if defined(__AVX512F__)
+  return (v16)_mm512_scalef_ps((__m512)y, whole);
+#else
+  const i16 power = __builtin_convertvector(whole, i16) << 23;
+  const v16 result = (v16)((i16)y + power);
   return x < low ? v16{} : result;
+#endif
 }
 
 constexpr float LOG2E = 1.44269504088896341f;
