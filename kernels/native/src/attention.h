@@ -1,6 +1,6 @@
 // Attention that reads pages in place: up to 32 query rows of one KV head against their sequence.
 //
-// It walks fixed chunks of 128 positions from position 0 with a running softmax (Milakov and
+// It walks fixed chunks of 64 positions from position 0 with a running softmax (Milakov and
 // Gimelshein, 2018; FlashAttention's inner loop), so a row's result depends on its own sequence
 // only: what is masked adds exactly nothing, however many rows share the walk.
 //
@@ -15,7 +15,7 @@ namespace banyan {
 
 constexpr int TILE_ROWS = 32;   // query rows of one walk: it loads a page once for all of them
 constexpr int SUBPAGE = 16;     // tokens of a vector; block_tokens is a multiple of it
-constexpr int CHUNK = 128;      // positions between two rescalings
+constexpr int CHUNK = 64;       // positions between two rescalings
 constexpr int SUBPAGES = CHUNK / SUBPAGE;
 constexpr int DIM_MAX = 256;
 
@@ -63,10 +63,10 @@ struct AttentionShape {
 template <class E>
 struct AttentionScratch {
   // A tile of a member's last rows may reach 15 rows over the end.
-  alignas(64) E query[TILE_ROWS + 16][DIM_MAX];
+  alignas(64) E query[(TILE_ROWS + 16) * DIM_MAX];  // rows `dim` apart, so that they fill the cache evenly
   alignas(64) float scores[TILE_ROWS + 16][CHUNK];
   alignas(64) E weights[TILE_ROWS + 16][CHUNK];
-  alignas(64) float out[TILE_ROWS][DIM_MAX];
+  alignas(64) float out[TILE_ROWS * DIM_MAX];
   alignas(64) float part[16][64];
   alignas(64) E tail[SUBPAGE * DIM_MAX];
   float top[TILE_ROWS];
@@ -79,7 +79,7 @@ inline void score_rows(const E* query, const E* keys, int key_stride, int dim, f
   v16 acc[ROWS] = {};
   for (int d = 0; d < dim; d += STEP) {
     const auto wide = Num<E>::wide(keys + (size_t)(d / STEP) * key_stride);
-    for (int r = 0; r < ROWS; r++) acc[r] = Num<E>::mac(acc[r], wide, query + r * DIM_MAX + d);
+    for (int r = 0; r < ROWS; r++) acc[r] = Num<E>::mac(acc[r], wide, query + r * dim + d);
   }
   for (int r = 0; r < ROWS; r++) store(scores + r * CHUNK, acc[r]);
 }
@@ -89,7 +89,7 @@ inline void weigh_rows(const E* weights, const E* values, int dim, float* out) {
   constexpr int STEP = Num<E>::STEP;
   v16 acc[ROWS][COLUMNS];
   for (int r = 0; r < ROWS; r++)
-    for (int c = 0; c < COLUMNS; c++) acc[r][c] = load(out + r * DIM_MAX + c * 16);
+    for (int c = 0; c < COLUMNS; c++) acc[r][c] = load(out + r * dim + c * 16);
   for (int t = 0; t < SUBPAGE; t += STEP) {
     for (int c = 0; c < COLUMNS; c++) {
       const auto wide = Num<E>::wide(values + ((size_t)(t / STEP) * dim + c * 16) * STEP);
@@ -97,7 +97,7 @@ inline void weigh_rows(const E* weights, const E* values, int dim, float* out) {
     }
   }
   for (int r = 0; r < ROWS; r++)
-    for (int c = 0; c < COLUMNS; c++) store(out + r * DIM_MAX + c * 16, acc[r][c]);
+    for (int c = 0; c < COLUMNS; c++) store(out + r * dim + c * 16, acc[r][c]);
 }
 
 template <class E, int ROWS>
@@ -133,7 +133,7 @@ inline void score_chunk(AttentionScratch<E>& s, int first, int rows, int dim, in
     if (keys[j] == nullptr) continue;
     for (int r = first; r < first + rows; r += 8) {
       const int count = first + rows - r < 8 ? first + rows - r : 8;
-      score_sized<E, 8>(count, &s.query[r][0], keys[j], key_stride, dim, &s.scores[r][j * SUBPAGE]);
+      score_sized<E, 8>(count, &s.query[r * dim], keys[j], key_stride, dim, &s.scores[r][j * SUBPAGE]);
     }
   }
 }
@@ -147,7 +147,7 @@ inline void weigh_chunk(AttentionScratch<E>& s, int first, int rows, int dim, co
       const int count = first + rows - r < WEIGH_ROWS ? first + rows - r : WEIGH_ROWS;
       for (int j = 0; j < subpages; j++)
         if (values[j] != nullptr)
-          weigh_sized<E, WEIGH_ROWS>(count, &s.weights[r][j * SUBPAGE], values[j], dim, column, s.out[r]);
+          weigh_sized<E, WEIGH_ROWS>(count, &s.weights[r][j * SUBPAGE], values[j], dim, column, &s.out[r * dim]);
     }
 }
 
@@ -177,7 +177,7 @@ inline void amx_score_half(AttentionScratch<bf16>& s, int first, int dim, int ke
   TILE_ZERO(2);
   TILE_ZERO(3);
   for (int d = 0; d < dim; d += 32) {
-    TILE_LOAD(4, &s.query[first][d], DIM_MAX * 2);
+    TILE_LOAD(4, &s.query[first * dim + d], dim * 2);
     const size_t row = (size_t)(d / 2) * key_stride;
     BANYAN_SCORE(0)
     BANYAN_SCORE(1)
@@ -230,7 +230,7 @@ inline void amx_weigh_chunk(AttentionScratch<bf16>& s, int first, int rows, int 
       const int count = first + rows - row < 16 ? first + rows - row : 16;
       for (int r = 0; r < count; r++)
         for (int c = 0; c < columns; c++) {
-          float* at = &s.out[row + r][column + c * 16];
+          float* at = &s.out[(row + r) * dim + column + c * 16];
           store(at, load(at) + load(&s.part[r][c * 16]));
         }
     }
@@ -275,7 +275,8 @@ inline void soften(AttentionScratch<E>& s, int r, int p0, int subpages, int low,
   if (peak != before) {
     const v16 shrink = exp2v(splat(before - peak));
     s.total[r] = s.total[r] * shrink;
-    for (int d = 0; d < shape.dim; d += 16) store(&s.out[r][d], load(&s.out[r][d]) * shrink);
+    float* out = &s.out[r * shape.dim];
+    for (int d = 0; d < shape.dim; d += 16) store(out + d, load(out + d) * shrink);
     s.top[r] = peak;
   }
   s.total[r] = s.total[r] + total;
@@ -302,8 +303,8 @@ void begin(AttentionScratch<E>& s, int rows, int dim) {
   for (int r = 0; r < rows; r++) {
     s.top[r] = -__builtin_inff();
     s.total[r] = v16{};
-    std::memset(s.out[r], 0, sizeof(float) * dim);
   }
+  std::memset(s.out, 0, sizeof(float) * rows * dim);
 }
 
 // Rows [first, first + rows) of the scratch over positions [from, to) of a sequence of `length`
@@ -350,12 +351,13 @@ void walk(AttentionScratch<E>& s, const Pages& pages, int head, int first, int r
   }
 }
 
-// After the last walk: s.out[r] is the result.
+// After the last walk: row r's result is s.out[r * dim ..].
 template <class E>
 void finish(AttentionScratch<E>& s, int rows, int dim) {
   for (int r = 0; r < rows; r++) {
     const v16 scale = splat(1.0f / sum(s.total[r]));
-    for (int d = 0; d < dim; d += 16) store(&s.out[r][d], load(&s.out[r][d]) * scale);
+    float* out = &s.out[r * dim];
+    for (int d = 0; d < dim; d += 16) store(out + d, load(out + d) * scale);
   }
 }
 

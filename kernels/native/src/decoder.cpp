@@ -8,6 +8,10 @@
 #include <new>
 #include <vector>
 
+#if defined(__SSE2__)
+#include <xmmintrin.h>
+#endif
+
 #include "attention.h"
 #include "gemm.h"
 #include "threads.h"
@@ -70,6 +74,19 @@ struct TaskList {
     tasks.clear();
     members.clear();
   }
+};
+
+// Numbers below the least normal one count as zero while it lives: they would take a hundred times as
+// long, and the products of bf16 pairs and of tiles never have them.
+class FlushDenormals {
+ public:
+#if defined(__SSE2__)
+  FlushDenormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
+  ~FlushDenormals() { _mm_setcsr(before_); }
+
+ private:
+  const unsigned before_;
+#endif
 };
 
 template <class E>
@@ -171,7 +188,8 @@ class DecoderOf final : public Decoder {
   void reserve() {
     const size_t rows = padded(s_->rows, 16);  // AMX may read whole tiles of rows
     residual_.reserve(rows * hidden_);
-    normed_.reserve(rows * hidden_);
+    // Several choices may be drawn from one row, so the head may see more rows than the step has.
+    normed_.reserve((size_t)padded(std::max(s_->rows, s_->samples), 16) * hidden_);
     projected_.reserve(rows * (qkv_ > hidden_ ? qkv_ : hidden_));
     queries_.reserve(rows * attended_);
     outputs_.reserve(rows * attended_);
@@ -270,6 +288,7 @@ class DecoderOf final : public Decoder {
   }
 
   void body(int thread) {
+    const FlushDenormals flushing;
     embed(thread);
     meet();
     for (int i = 0; i < c_.layers; i++) {
@@ -460,9 +479,9 @@ class DecoderOf final : public Decoder {
         for (int q = 0; q < task.queries; q++, rows++) {
           last[rows] = position_of(member.sequence, row);
           if (decode_only_)
-            turn_query(layer, row, first_head + q, s.query[rows], scratch.head);
+            turn_query(layer, row, first_head + q, s.query + rows * dim, scratch.head);
           else
-            std::memcpy(s.query[rows], queries_.get() + (size_t)row * attended_ + (first_head + q) * dim,
+            std::memcpy(s.query + rows * dim, queries_.get() + (size_t)row * attended_ + (first_head + q) * dim,
                         sizeof(E) * dim);
         }
     }
@@ -486,7 +505,7 @@ class DecoderOf final : public Decoder {
     for (int m = 0; m < task.members; m++)
       for (int row = members[m].first_row; row < members[m].first_row + members[m].tokens; row++)
         for (int q = 0; q < task.queries; q++, rows++)
-          narrow(s.out[rows], outputs_.get() + (size_t)row * attended_ + (first_head + q) * dim, dim);
+          narrow(s.out + rows * dim, outputs_.get() + (size_t)row * attended_ + (first_head + q) * dim, dim);
   }
 
   PlainPages<E> pages(const BanyanLayer& layer, int sequence) const {
