@@ -90,7 +90,7 @@ class CompiledModel:
             block_tokens=block_tokens,
             groups=tuple(groups),
             representation=Representation(dtype=shape.dtype, layout=PAGE_LAYOUT),
-            numeric_class=f"cpu-{self._decoder.isa}-banyan{NUMERICS}-{shape.dtype}-invariant",
+            numeric_class=f"cpu-{self._decoder.isa}-banyan{NUMERICS}-invariant-{shape.dtype}",
         )
 
     @property

@@ -52,14 +52,15 @@ def page_layouts(
 
 
 def numeric_class(device: torch.device, dtype: torch.dtype, attention: str) -> str:
-    """Names what decides the rounding: device kind, library, attention path, dtype."""
+    """Names what decides the rounding: device kind, library, attention path, dtype. `variant`: a
+    row's logits may change by a rounding with what shares its batch."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         kind = f"cuda-sm{major}{minor}"
     else:
         kind = f"cpu-{torch.backends.cpu.get_cpu_capability().lower()}"
     version = torch.__version__.split("+")[0]
-    return f"{kind}-torch{version}-{attention}-{FLOATS[dtype]}"
+    return f"{kind}-torch{version}-variant-{attention}-{FLOATS[dtype]}"
 
 
 @dataclass(frozen=True)
