@@ -172,12 +172,15 @@ def _compile(isa: InstructionSet, target: Path) -> None:
     command = [cxx, *FLAGS, *isa.flags, str(SOURCES / "decoder.cpp"), "-o", str(fresh)]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_S_MAX)
+    except subprocess.TimeoutExpired:
+        raise NativeUnavailable("The build of the compiled CPU path took too long.") from None
+    except OSError as error:
+        raise NativeUnavailable(f"{Path(cxx).name} cannot be run: {error.strerror}.") from None
+    else:
         if ran.returncode != 0 or not fresh.is_file():
             _log.warning("the build failed:\n%s", ran.stderr[-4000:])
             raise NativeUnavailable(f"{Path(cxx).name} could not build the compiled CPU path.")
         fresh.replace(target)
-    except subprocess.TimeoutExpired:
-        raise NativeUnavailable("The build of the compiled CPU path took too long.") from None
     finally:
         fresh.unlink(missing_ok=True)
 
