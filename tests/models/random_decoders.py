@@ -7,6 +7,7 @@ that an error of ours is not in it too. Only the rotary table is shared: its rou
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,10 +15,10 @@ import torch.nn.functional as F
 
 from kernels.backends import backend_for
 from worker.models.compiled import CompiledModel
-from worker.models.config import ModelConfig
+from worker.models.config import ModelConfig, read_config
 from worker.models.llama import LlamaModel
 from worker.models.rope import RopeConfig, build_table
-from worker.models.weights import LayerWeights, Weights
+from worker.models.weights import Checkpoint, LayerWeights, Weights, load_weights
 
 CPU = torch.device("cpu")
 CONTEXT = 512
@@ -139,6 +140,13 @@ def random_weights(config: ModelConfig, dtype: torch.dtype, seed: int = 0) -> We
     layers = tuple(layer() for _ in range(config.layers))
     head = embedding if config.tied else matrix(config.vocab_tokens, config.hidden, 2.0)
     return Weights(embedding, layers, norm(config.hidden), head)
+
+
+def of_folder(folder: Path, dtype: torch.dtype) -> tuple[ModelConfig, Weights]:
+    """A real decoder, in the same form."""
+    config = read_config(folder)
+    with Checkpoint(folder) as checkpoint:
+        return config, load_weights(checkpoint, config, dtype, CPU)
 
 
 def compiled(

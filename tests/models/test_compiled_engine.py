@@ -11,14 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from exact_runs import Ways, check, every_way
-from random_decoders import compiled, config_of, random_weights, token_ids
+from random_decoders import compiled, config_of, of_folder, random_weights, token_ids
 
-from worker.config import ReplicaConfig
 from worker.engine.messages import EngineRequest
 from worker.engine.sampling import SamplingParams
-from worker.models.base import Model
-from worker.models.compiled import CompiledModel
-from worker.models.load import load_model
 
 REQUESTS = 220
 SOAK_PROMPTS = int(os.environ.get("BANYAN_SOAK_PROMPTS", "1000"))
@@ -86,19 +82,11 @@ def real_requests(folder: Path, count: int) -> list[EngineRequest]:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_the_real_model_in_every_way(demo_model: Path, dtype: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_real_model_in_every_way(demo_model: Path, dtype: torch.dtype) -> None:
     """$BANYAN_SOAK_PROMPTS prompts (1,000): no difference in any way of computing them."""
-
-    def make() -> Model:
-        replica = ReplicaConfig(
-            "r", str(demo_model), "demo", (), "", device="cpu", dtype=dtype, compute="compiled"
-        )
-        model = load_model(replica)
-        assert isinstance(model, CompiledModel)
-        return model
-
-    ways = Ways(make, blocks=3000, running_max=32)
+    config, weights = of_folder(demo_model, dtype)
+    ways = Ways(lambda: compiled(config, weights, threads=0), blocks=3000, running_max=32)
     requests = real_requests(demo_model, SOAK_PROMPTS)
     right = ways.alone(requests)
     print(f"\n{dtype}, alone: {right.seconds / len(requests) * 100:.1f} s per 100 requests")

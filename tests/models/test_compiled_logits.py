@@ -7,7 +7,9 @@ off by, times BF16_FACTOR.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from random_decoders import (
     compiled,
     config_of,
     in_torch,
+    of_folder,
     random_weights,
     token_ids,
 )
@@ -158,3 +161,31 @@ def test_bf16_is_as_near_as_torch(name: str) -> None:
     for label, (largest, mean, most) in (("compiled", ours), ("torch", theirs)):
         print(f"{name}, {label}: error {largest:.1e}, KL mean {mean:.1e}, max {most:.1e}")
     assert ours[0] <= BF16_FACTOR * theirs[0] and ours[1] <= BF16_FACTOR * theirs[1]
+
+
+PASSAGE = (
+    "A banyan is a fig that begins its life on another tree. Its seeds are spread by birds, and a "
+    "seedling sends roots down towards the ground; in time the aerial roots become trunks of their "
+    "own: def grove(trunks: int) -> str:\n    return 'one canopy' if trunks > 1 else 'a tree'\n"
+)
+
+
+def test_the_real_model(demo_model: Path) -> None:
+    """float32 beside torch's, and what bfloat16 costs on either path, in KL of nats."""
+    from tokenizers import Tokenizer
+
+    ids = Tokenizer.from_file(str(demo_model / "tokenizer.json")).encode(PASSAGE * 4).ids[:260]
+    assert len(ids) == 260
+
+    def logits(build: Callable[[ModelConfig, Weights], Model], dtype: torch.dtype) -> torch.Tensor:
+        return run_chunked(Stepper(build(*of_folder(demo_model, dtype)), 40), ids, 150)
+
+    right = logits(in_torch, torch.float32).double()
+    exact = error(logits(compiled, torch.float32), right)
+    print(f"fp32: {exact:.1e} of the spread from torch")
+    assert exact < 10 * ERROR_FP32  # thirty layers, and torch's own rounding
+    ours, theirs = (divergence(logits(b, torch.bfloat16), right) for b in (compiled, in_torch))
+    for label, kl in (("compiled", ours), ("torch", theirs)):
+        print(f"bf16, {label}: KL mean {float(kl.mean()):.1e}, max {float(kl.max()):.1e}")
+    assert float(ours.mean()) <= BF16_FACTOR * float(theirs.mean())
+    assert float(ours.max()) < 0.015
