@@ -43,6 +43,7 @@ class ReplicaConfig:
     compute: str = "auto"  # compiled on a CPU where that can be, else torch | compiled | torch
     threads: int = 0  # 0 = all cores
     block_tokens: int = DEFAULT_BLOCK_TOKENS
+    batch_invariant: bool = False  # refuse to serve where a batch could change a bit of an answer
     pool_gib: float | None = None
     context_tokens: int = 0  # 0 = the model's
     step_tokens_max: int = 512

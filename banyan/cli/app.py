@@ -64,6 +64,9 @@ def up(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto (as stored), bf16, fp16 or fp32.")] = "auto",
     compute: Annotated[str, typer.Option(help="auto, compiled (CPUs only) or torch.")] = "auto",
+    batch_invariant: Annotated[
+        bool, typer.Option(help="Refuse to serve where a batch could change a bit of an answer.")
+    ] = False,
     pool_gib: Annotated[float, typer.Option(help="KV memory per replica; 0 = automatic.")] = 0.0,
     context_tokens: Annotated[int, typer.Option(help="0 = the model's.")] = 0,
     ray_address: Annotated[
@@ -79,7 +82,8 @@ def up(
 
     spec = ClusterSpec(
         model=model, name=name, replicas=replicas, routers=routers, listen=listen, device=device,
-        dtype=dtype, compute=compute, pool_gib=pool_gib or None, context_tokens=context_tokens,
+        dtype=dtype, compute=compute, batch_invariant=batch_invariant, pool_gib=pool_gib or None,
+        context_tokens=context_tokens,
         ray_address=ray_address, timeout_s=timeout_s,
         api_keys=read_api_keys(Path(api_keys)) if api_keys else {},
     )  # fmt: skip

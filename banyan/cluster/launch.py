@@ -224,6 +224,7 @@ def _orders(launch: _Launch) -> list[dict[str, Any]]:
             device=spec.device,
             dtype=spec.dtype,
             compute=spec.compute,
+            batch_invariant=spec.batch_invariant,
             threads=threads,
             pool_gib=_pool_gib(spec),
             context_tokens=spec.context_tokens,

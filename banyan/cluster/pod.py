@@ -33,6 +33,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--served-name", default="")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--compute", default="auto")
+    parser.add_argument("--batch-invariant", action="store_true")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--context-tokens", type=int, default=0)
     parser.add_argument("--gpus", type=int, default=0)
@@ -54,6 +55,7 @@ def replica_config(options: argparse.Namespace, model: str) -> ReplicaConfig:
         device=options.device if options.gpus else "cpu",
         dtype=options.dtype,
         compute=options.compute,
+        batch_invariant=options.batch_invariant,
         threads=options.threads,
         pool_gib=options.pool_gib,
         context_tokens=options.context_tokens,

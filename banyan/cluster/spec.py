@@ -27,6 +27,7 @@ class ClusterSpec:
     device: str = "auto"
     dtype: str = "auto"
     compute: str = "auto"
+    batch_invariant: bool = False
     pool_gib: float | None = None
     context_tokens: int = 0
     ray_address: str = ""

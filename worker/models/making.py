@@ -34,6 +34,7 @@ def compiled_dtype(
     if config.compute not in COMPUTES:
         raise ModelLoadError(f"The compute must be one of {', '.join(COMPUTES)}.")
     if config.compute == "torch":
+        refuse_variant(config, "torch was asked for.")
         return None
     dtype = stored if config.dtype == "auto" else NAMES.get(config.dtype)
     if dtype is torch.float16 and config.dtype == "auto":
@@ -45,9 +46,16 @@ def compiled_dtype(
         return dtype
     if config.compute == "compiled":
         raise ModelLoadError(reason)
+    refuse_variant(config, reason)
     if device.type == "cpu":
         _log.warning("computing with torch, slower and not batch invariant: %s", reason)
     return None
+
+
+def refuse_variant(config: ReplicaConfig, reason: str) -> None:
+    """Torch would compute: raises ModelLoadError if that is not allowed."""
+    if config.batch_invariant:
+        raise ModelLoadError(f"No batch-invariant path serves this model here: {reason}")
 
 
 def _unavailable(
