@@ -183,7 +183,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": ...}, "None"),
     ({"model_type": ["llama"]}, "not supported"),
     ({"hidden_act": "gelu"}, "gelu"),
-    ({"quantization_config": {"quant_method": "fp8"}}, "unquantised"),
     ({"vocab_size": ...}, "vocab_size"),
     ({"vocab_size": 0}, "vocab_size"),
     ({"vocab_size": 1e3}, "vocab_size"),

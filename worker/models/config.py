@@ -102,8 +102,6 @@ def parse_config(
     if kind not in MODEL_TYPES:
         supported = ", ".join(MODEL_TYPES)
         raise NotNative(f"Model type {str(kind)[:64]!r} is not supported ({supported}).")
-    if document.get("quantization_config") is not None:
-        raise ModelLoadError("Quantised checkpoints are not supported; use an unquantised one.")
     layers = _integer(document, "num_hidden_layers", 1, 1024)
     context = min(_integer(document, "max_position_embeddings", 1, 1 << 30), TOKENS_MAX)
     vocab = _integer(document, "vocab_size", 1, 1 << 24)

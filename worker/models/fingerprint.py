@@ -2,7 +2,7 @@
 
 SHA-256 over the parsed configuration and every tensor (name, dtype, shape, bytes), framed by
 length, in the order of names, so that sharding and file names do not matter. The tensors' part is
-remembered in the user's cache folder per (path, size, modification time) of every file.
+remembered in the user's cache folder per (path, size, modification time, inode) of every file.
 """
 
 from __future__ import annotations
@@ -20,40 +20,43 @@ from typing import Any
 import torch
 
 from worker.models.config import ModelConfig
-from worker.models.weights import Checkpoint, Progress
+from worker.models.source import TensorSource
+from worker.models.weights import Progress
 
 FORMAT = "banyan-model-1"
 
 
 def model_fingerprint(
-    checkpoint: Checkpoint, config: ModelConfig, progress: Progress | None = None
+    source: TensorSource, config: ModelConfig, progress: Progress | None = None
 ) -> str:
     """64 hexadecimal digits. Reads all tensors unless the same files were hashed before."""
     # The end tokens decide when to stop, never what a key or value is.
     fields = {k: v for k, v in asdict(config).items() if k != "eos_token_ids"}
-    return document_fingerprint(checkpoint, fields, progress)
+    return document_fingerprint(source, fields, progress)
 
 
 def document_fingerprint(
-    checkpoint: Checkpoint, fields: Mapping[str, Any], progress: Progress | None = None
+    source: TensorSource, fields: Mapping[str, Any], progress: Progress | None = None
 ) -> str:
     """As model_fingerprint; `fields` are the JSON values that decide keys and values."""
-    remembered = _Remembered(checkpoint)
+    remembered = _Remembered(source)
     tensors = remembered.load()
     if tensors is None:
-        tensors = tensors_digest(checkpoint, progress)
+        tensors = tensors_digest(source, progress)
         remembered.store(tensors)
+    if source.settings:
+        fields = {**fields, "stored": source.settings}
     canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"))
     return _framed_digest(FORMAT, canonical, tensors)
 
 
-def tensors_digest(checkpoint: Checkpoint, progress: Progress | None = None) -> str:
-    """SHA-256 over all tensors, in hexadecimal digits."""
+def tensors_digest(source: TensorSource, progress: Progress | None = None) -> str:
+    """SHA-256 over all tensors as they are stored, in hexadecimal digits."""
     digest = hashlib.sha256()
-    total, done = checkpoint.bytes_total, 0
-    for name in checkpoint.names:
-        tensor = checkpoint.tensor(name).contiguous()
-        head = json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode()
+    total, done = source.bytes_total, 0
+    for described, stored in source.stored():
+        tensor = stored.contiguous()
+        head = json.dumps(described).encode()
         size = tensor.numel() * tensor.element_size()
         digest.update(len(head).to_bytes(8, "little") + head + size.to_bytes(8, "little"))
         if size:
@@ -74,12 +77,12 @@ def _framed_digest(*fields: str) -> str:
 class _Remembered:
     """One small file per model folder. Anything wrong with it means that it is computed anew."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, source: TensorSource) -> None:
         home = Path(os.environ.get("BANYAN_HOME") or "~/.cache/banyan").expanduser()
-        files = [path.resolve() for path in checkpoint.files]
+        files = [path.resolve() for path in source.files]
         stats = [path.stat() for path in files]
         self._key = [
-            [str(path), stat.st_size, stat.st_mtime_ns]
+            [str(path), stat.st_size, stat.st_mtime_ns, stat.st_ino]
             for path, stat in zip(files, stats, strict=True)
         ]
         name = _framed_digest(FORMAT, *(str(path) for path in files))[:32]

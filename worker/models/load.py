@@ -1,7 +1,7 @@
 """From a replica's configuration to a loaded model and the size of its pools; reads no text files.
 
-Imports transformers only for a decoder that this project lacks: else config.json and safetensors
-are all that is needed.
+Imports transformers only for a decoder that this project lacks: else config.json and safetensors,
+or one GGUF file, are all that is needed.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from pathlib import Path
 
 import torch
 
-from kernels.backends import backend_for
 from kvstore.groups import GroupKind, KVGroup
 from seams.errors import ModelLoadError, OutOfBlocks
 from worker.config import ReplicaConfig
 from worker.models.base import Model, ModelSpec
-from worker.models.config import NotNative, read_config
+from worker.models.config import ModelConfig, NotNative
 from worker.models.fingerprint import model_fingerprint
-from worker.models.llama import LlamaModel
+from worker.models.making import compiled_dtype, make_model, refuse_variant
 from worker.models.memory import available_bytes
-from worker.models.weights import FLOATS, Checkpoint, Progress, checkpoint_dtype, load_weights
+from worker.models.opening import open_model
+from worker.models.source import TensorSource
+from worker.models.weights import FLOATS, Progress, checkpoint_dtype, load_weights
 
 FAKE = "fake:"
 CPU_POOL_BYTES_MAX = 1 << 30  # where no pool_gib is given
@@ -33,41 +34,53 @@ FAKE_BLOCKS = 4096  # a fake model's blocks are so small that memory is no measu
 def load_model(config: ReplicaConfig, progress: Progress | None = None) -> Model:
     """The model that `config.model` names, without pools yet. Sets torch's thread count.
 
-    `progress` is told of hashing and reading as one way of twice the checkpoint's bytes. Raises
+    `progress` is told of hashing and reading as one way of twice the files' bytes. Raises
     ModelLoadError, one sentence.
     """
     if config.threads > 0:
         torch.set_num_threads(config.threads)
     if config.model.startswith(FAKE):
         return _load_fake(config)
-    folder = Path(config.model)
-    if not folder.is_dir():
-        raise ModelLoadError("There is no such model folder.")
     device = choose_device(config.device)
     try:
-        parsed = read_config(folder)
+        parsed, source = open_model(Path(config.model))
     except NotNative:
+        if not (Path(config.model) / "config.json").is_file():
+            raise
         from worker.models.adapter_load import load_adapted
 
+        refuse_variant(config, "it is computed through transformers.")
         return load_adapted(config, device, progress)
+    with source:
+        return _load(config, parsed, source, device, progress)
+
+
+def _load(
+    config: ReplicaConfig,
+    parsed: ModelConfig,
+    source: TensorSource,
+    device: torch.device,
+    progress: Progress | None,
+) -> Model:
     context = config.context_tokens or parsed.context_tokens
     if not 0 < context <= parsed.context_tokens:
         raise ModelLoadError(
             f"A context of {context} tokens is not within the model's {parsed.context_tokens}."
         )
-    with Checkpoint(folder) as checkpoint:
-        dtype = choose_dtype(config.dtype, checkpoint, device)
-        hashing, reading = _two_parts(progress)
-        fingerprint = model_fingerprint(checkpoint, parsed, hashing)
-        weights = load_weights(checkpoint, parsed, dtype, device, reading)
-    return LlamaModel(
+    dtype = compiled_dtype(config, parsed, checkpoint_dtype(source), device)
+    compiled = dtype is not None
+    if dtype is None:
+        dtype = choose_dtype(config.dtype, source, device)
+    hashing, reading = _two_parts(progress)
+    fingerprint = model_fingerprint(source, parsed, hashing)
+    weights = load_weights(source, parsed, dtype, device, reading)
+    return make_model(
+        config,
         parsed,
         weights,
-        backend_for(device),
-        name=config.served_name,
         fingerprint=fingerprint,
-        block_tokens=config.block_tokens,
         context_tokens=context,
+        compiled=compiled,
     )
 
 
@@ -106,14 +119,14 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name, 0) if name == "cuda" else torch.device(name)
 
 
-def choose_dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+def choose_dtype(name: str, source: TensorSource, device: torch.device) -> torch.dtype:
     """auto, bf16, fp16 or fp32 -> the dtype of weights and KV.
 
-    auto is the checkpoint's on a GPU and fp32 on a CPU: there the torch path rounds differently for
+    For torch: auto is the source's own on a GPU and fp32 on a CPU, where it rounds differently for
     different batches, and in bf16 that is enough to change the text of a cached answer.
     """
     if name == "auto":
-        return checkpoint_dtype(checkpoint) if device.type == "cuda" else torch.float32
+        return checkpoint_dtype(source) if device.type == "cuda" else torch.float32
     for dtype, known in FLOATS.items():
         if name == known:
             return dtype

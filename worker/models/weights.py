@@ -6,7 +6,7 @@ up into one. No pickle: only safetensors are read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from seams.errors import ModelLoadError
 from worker.models.config import ModelConfig, read_json
+from worker.models.source import TensorSource
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) now and then during a load, on the loading thread."""
@@ -66,6 +67,7 @@ class Checkpoint:
         self._folder = folder
         self._open_files = ExitStack()
         self._shards: dict[str, Any] = {}
+        self._bytes_read = 0
         try:
             self._shard_of = self._index()
         except BaseException:
@@ -98,6 +100,27 @@ class Checkpoint:
         """Of all shards."""
         return sum(path.stat().st_size for path in self.files)
 
+    @property
+    def bytes_read(self) -> int:
+        """Of the tensors."""
+        return self._bytes_read
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the checkpoint is stored in, as its embedding shows."""
+        return self.tensor(EMBEDDING).dtype
+
+    @property
+    def settings(self) -> str:
+        """None: the tensors are what they are."""
+        return ""
+
+    def stored(self) -> Iterator[tuple[list[object], torch.Tensor]]:
+        """See TensorSource.stored."""
+        for name in self.names:
+            tensor = self.tensor(name)
+            yield [name, str(tensor.dtype), list(tensor.shape)], tensor
+
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor on the CPU, as stored; ModelLoadError if it is not there or unreadable."""
         shard = self._shard_of.get(name)
@@ -108,6 +131,7 @@ class Checkpoint:
         except SafetensorError:
             raise ModelLoadError(f"The checkpoint's {shard} is damaged or incomplete.") from None
         assert isinstance(tensor, torch.Tensor)
+        self._bytes_read += tensor.numel() * tensor.element_size()
         return tensor
 
     def _index(self) -> dict[str, str]:
@@ -143,9 +167,9 @@ class Checkpoint:
         return frozenset(opened.keys())
 
 
-def checkpoint_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """What the checkpoint is stored in, as its embedding shows."""
-    dtype = checkpoint.tensor(EMBEDDING).dtype
+def checkpoint_dtype(source: TensorSource) -> torch.dtype:
+    """What the model is meant to be computed in, or ModelLoadError if we do not compute in it."""
+    dtype = source.dtype
     if dtype not in FLOATS:
         raise ModelLoadError(f"Weights of type {dtype} are not supported (bf16, fp16, fp32).")
     return dtype
@@ -156,18 +180,18 @@ class _Reader:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        source: TensorSource,
         dtype: torch.dtype,
         device: torch.device,
         progress: Progress | None,
         norm_offset: float,
     ) -> None:
-        self._checkpoint = checkpoint
+        self._source = source
         self._norm_offset = norm_offset
         self._dtype = dtype
         self._device = device
         self._progress = progress
-        self._bytes_done = 0
+        self._bytes_before = source.bytes_read
         self.used: set[str] = set()
 
     def norm(self, name: str, width: int) -> torch.Tensor:
@@ -193,18 +217,18 @@ class _Reader:
         return fused
 
     def _copy(self, name: str, target: torch.Tensor) -> None:
-        source = self._checkpoint.tensor(name)
-        if source.shape != target.shape:
+        stored = self._source.tensor(name)
+        if stored.shape != target.shape:
             raise ModelLoadError(f"The tensor {name} does not have the shape its config says.")
-        if source.dtype not in FLOATS:
+        if stored.dtype not in FLOATS:
             raise ModelLoadError(f"The tensor {name} is of a type that is not supported.")
-        target.copy_(source)
-        if target.dtype is torch.float16 and source.dtype is not torch.float16:
+        target.copy_(stored)
+        if target.dtype is torch.float16 and stored.dtype is not torch.float16:
             self._check_overflow(name, target)
         self.used.add(name)
-        self._bytes_done += source.numel() * source.element_size()
         if self._progress is not None:
-            self._progress(self._bytes_done, self._checkpoint.bytes_total)
+            done = self._source.bytes_read - self._bytes_before
+            self._progress(done, self._source.bytes_total)
 
     @staticmethod
     def _check_overflow(name: str, target: torch.Tensor) -> None:
@@ -213,7 +237,7 @@ class _Reader:
 
 
 def load_weights(
-    checkpoint: Checkpoint,
+    source: TensorSource,
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
@@ -222,14 +246,14 @@ def load_weights(
     """Read every tensor the decoder needs; raises ModelLoadError if one is missing, misshapen or
     left over (a leftover means that the model is not the one its config claims).
     """
-    reader = _Reader(checkpoint, dtype, device, progress, config.norm_offset)
+    reader = _Reader(source, dtype, device, progress, config.norm_offset)
     embedding = reader.rows([(EMBEDDING, config.vocab_tokens)], config.hidden)
     layers = tuple(_layer(reader, config, f"model.layers.{i}.") for i in range(config.layers))
     norm = reader.norm("model.norm.weight", config.hidden)
     head = embedding
     if not config.tied:
         head = reader.rows([(HEAD, config.vocab_tokens)], config.hidden)
-    _check_leftover(checkpoint, reader.used, config)
+    _check_leftover(source, reader.used, config)
     return Weights(embedding, layers, norm, head)
 
 
@@ -273,9 +297,9 @@ def _layer(reader: _Reader, config: ModelConfig, prefix: str) -> LayerWeights:
     )
 
 
-def _check_leftover(checkpoint: Checkpoint, used: set[str], config: ModelConfig) -> None:
+def _check_leftover(source: TensorSource, used: set[str], config: ModelConfig) -> None:
     harmless = {HEAD} if config.tied else set()  # some writers store a tied head twice
-    for name in checkpoint.names:
+    for name in source.names:
         # Old checkpoints carry RoPE's frequencies, which follow from the configuration.
         if name not in used | harmless and not name.endswith("rotary_emb.inv_freq"):
             raise ModelLoadError(f"The checkpoint's tensor {name} has no place in this model type.")
