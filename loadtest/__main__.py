@@ -8,21 +8,21 @@ import os
 from pathlib import Path
 
 from banyan.client import AsyncClient
-from loadtest.closed_loop import rows, run
+from loadtest.closed_loop import alternate, rows
 from loadtest.workload import shared_prefix_chats
 from seams.bench import Report
 
 
 async def measure(options: argparse.Namespace) -> Report:
-    """Run the load twice (cache on, cache off) and report one against the other."""
+    """Run the load with and without the cache, in turns, and report one against the other."""
     chats = shared_prefix_chats(
         options.users, options.groups, options.turns, options.system_words,
         options.question_words, options.seed,
     )  # fmt: skip
     async with AsyncClient(options.address.split(","), api_key=options.api_key) as client:
-        load = {"concurrency": options.concurrency, "max_tokens": options.max_tokens}
-        uncached = await run(client, chats, no_cache=True, **load)
-        cached = await run(client, chats, **load)
+        cached, uncached = await alternate(
+            client, chats, concurrency=options.concurrency, max_tokens=options.max_tokens
+        )
     report = Report()
     for row in rows(cached, uncached):
         report.add(row)

@@ -106,6 +106,29 @@ async def run(
     return Run(tuple(m for turns in results for m in turns), wall_s)
 
 
+async def alternate(
+    client: AsyncClient, conversations: list[Conversation], *, concurrency: int, max_tokens: int
+) -> tuple[Run, Run]:
+    """The conversations with the cache and without it, `concurrency` of them at a time.
+
+    Each such part runs both ways, and every other part the other way round first, so that both see
+    the same machine. Without the cache nothing is stored, so nothing changes for those with it.
+    """
+    parts: dict[bool, list[Run]] = {False: [], True: []}
+    for number, first in enumerate(range(0, len(conversations), concurrency)):
+        part = conversations[first : first + concurrency]
+        for no_cache in (True, False) if number % 2 == 0 else (False, True):
+            done = await run(
+                client, part, concurrency=concurrency, max_tokens=max_tokens, no_cache=no_cache
+            )
+            parts[no_cache].append(done)
+    return _joined(parts[False]), _joined(parts[True])
+
+
+def _joined(parts: list[Run]) -> Run:
+    return Run(tuple(m for p in parts for m in p.requests), sum(p.wall_s for p in parts))
+
+
 def _percentile(values: list[float], share: float) -> float:
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
