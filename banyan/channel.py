@@ -10,6 +10,7 @@ import grpc
 from banyan.v1 import api_pb2_grpc, internal_pb2_grpc
 from seams.channels import CHANNEL_OPTIONS
 from seams.errors import BanyanError, NoReplica, from_status
+from seams.trailers import ERROR_KEY, RETRY_AFTER_KEY
 
 OPTIONS: list[tuple[str, Any]] = [
     *CHANNEL_OPTIONS,
@@ -17,8 +18,6 @@ OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.min_reconnect_backoff_ms", 5_000),  # also how long a connection may take to greet
 ]
-RETRY_AFTER_KEY = "retry-after-ms"
-ERROR_KEY = "banyan-error"  # the error's class: several share one code
 
 Metadata = tuple[tuple[str, str], ...]
 
