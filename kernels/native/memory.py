@@ -19,7 +19,8 @@ def huge_bytes(count: int) -> torch.Tensor:
     if count == 0:
         return torch.empty(0, dtype=torch.uint8)
     try:
-        area = mmap.mmap(-1, -(-count // HUGE_PAGE) * HUGE_PAGE)
+        # Private: a shared mapping, Python's default, is not given huge pages.
+        area = mmap.mmap(-1, -(-count // HUGE_PAGE) * HUGE_PAGE, mmap.MAP_PRIVATE)
     except OSError:
         raise MemoryError from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
