@@ -27,6 +27,8 @@ from worker.engine.sampling import SamplingParams
 from worker.models.base import Model
 from worker.models.load import load_model, plan_blocks
 
+READ_BYTES = 256 << 20  # about what one step of the demo model reads
+
 _names = count()
 
 
@@ -51,23 +53,29 @@ def _drain(core: EngineCore) -> list[float]:
     return times
 
 
-def _read_rate(total_bytes: int = 256 << 20) -> float:
-    """Bytes per second of reading memory with torch's threads: the floor of a decode step."""
-    source = torch.ones(total_bytes // 8, dtype=torch.int64)
-    best = 0.0
-    for _ in range(5):
+def _read_times(reads: int = 5) -> list[float]:
+    """Seconds of reading READ_BYTES with torch's threads, as a decode step reads its weights."""
+    source = torch.ones(READ_BYTES // 8, dtype=torch.int64)
+    times = []
+    for _ in range(reads):
         begin = time.perf_counter()
         source.sum()
-        best = max(best, total_bytes / (time.perf_counter() - begin))
-    return best
+        times.append(time.perf_counter() - begin)
+    return times
 
 
-def decode_row(core: EngineCore, batch: int, steps: int, floor_s: float) -> Row:
-    """One decode step of `batch` short sequences, against one read of the weights."""
+def decode_row(core: EngineCore, batch: int, steps: int, weight_bytes: int) -> Row:
+    """One decode step of `batch` short sequences, against one read of the weights.
+
+    The memory is timed right before and right after the steps: both medians are of one moment.
+    """
     prompts = _prompts(24, seed=batch)
     for _ in range(batch):
         _submit(core, next(prompts), steps + 1)
+    reads = _read_times()
     times = _drain(core)[-steps:]
+    reads += _read_times()
+    floor_s = median(reads) * weight_bytes / READ_BYTES
     return Row(f"decode_b{batch}", median(times) * 1e3, "ms", len(times), "read weights once",
                floor_s * 1e3)  # fmt: skip
 
@@ -134,9 +142,8 @@ def model_rows(options: argparse.Namespace) -> Iterator[Row]:
     started = time.perf_counter() - begin
     stored = sum(p.stat().st_size for p in Path(options.model).glob("*.safetensors"))
     wider = 2 if model.spec.representation.dtype == "fp32" else 1  # checkpoints are 16 bits wide
-    floor_s = stored * wider / _read_rate()
     yield Row("start_ready", started, "s", 1)
-    yield from (decode_row(core, batch, options.steps, floor_s) for batch in (1, 8, 32))
+    yield from (decode_row(core, batch, options.steps, stored * wider) for batch in (1, 8, 32))
     yield from prefill_rows(core, options.rounds)
 
 
