@@ -19,7 +19,7 @@ from worker.models.gguf_blocks import TYPES, BlockType, dequantise
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ENTRIES_MAX = 1 << 16  # of metadata, and of tensors
-NAME_BYTES_MAX = 1 << 16
+NAME_LENGTH_MAX = 256
 DIMENSIONS_MAX = 4
 VALUES_MAX = 1 << 40  # of one tensor; the file's length is the real bound
 ALIGNMENT_DEFAULT = 32
@@ -113,7 +113,7 @@ class GgufFile:
         if max(tensors, entries) > ENTRIES_MAX:
             raise _Truncated
         for _ in range(entries):
-            key = self._string(NAME_BYTES_MAX)
+            key = self._name()
             self.metadata[key] = self._value(self._number("I"))
         listed = [self._tensor_entry() for _ in range(tensors)]
         self._place(listed)
@@ -130,11 +130,15 @@ class GgufFile:
         assert isinstance(value, int)
         return value
 
-    def _string(self, bytes_max: int = 1 << 62) -> str:
-        size = self._number("Q")
-        if size > bytes_max:
+    def _string(self) -> str:
+        return bytes(self._take(self._number("Q"))).decode(errors="replace")
+
+    def _name(self) -> str:
+        """Of an entry or a tensor: short and printable, so that an error may repeat it."""
+        name = self._string()
+        if len(name) > NAME_LENGTH_MAX or not (name.isascii() and name.isprintable()):
             raise _Truncated
-        return bytes(self._take(size)).decode(errors="replace")
+        return name
 
     def _value(self, code: int) -> Value:
         if code == STRING:
@@ -161,7 +165,7 @@ class GgufFile:
         return list(struct.unpack(f"<{count}{form}", data))
 
     def _tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
-        name = self._string(NAME_BYTES_MAX)
+        name = self._name()
         dimensions = self._number("I")
         if not 0 < dimensions <= DIMENSIONS_MAX:
             raise _Truncated
