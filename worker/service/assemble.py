@@ -16,6 +16,8 @@ from worker.service.settings import thread_count
 
 def _text_files(model: str) -> dict[str, bytes]:
     folder = Path(model)
+    if folder.is_file():
+        folder = folder.parent  # a GGUF file has them beside it
     if not folder.is_dir():
         return {}  # a fake model: token ids only
     try:
