@@ -19,9 +19,10 @@ from kvstore.groups import GroupKind, KVGroup, Representation
 from worker.engine.plan import StepPlan
 from worker.models.base import ModelSpec
 from worker.models.config import ModelConfig
+from worker.models.linear import Linear, packs
 from worker.models.pools import BlockPools
 from worker.models.rope import build_table, rotate
-from worker.models.weights import FLOATS, LayerWeights, Weights
+from worker.models.weights import FLOATS, Weights
 
 
 def page_layouts(
@@ -51,21 +52,34 @@ def page_layouts(
     return tuple(made)
 
 
-def numeric_class(device: torch.device, dtype: torch.dtype, attention: str) -> str:
-    """Names what decides the rounding: device kind, library, attention path, dtype. `variant`: a
-    row's logits may change by a rounding with what shares its batch."""
+def numeric_class(
+    device: torch.device, dtype: torch.dtype, attention: str, packed: bool = False
+) -> str:
+    """Names what decides the rounding: device kind, library (and whether its linear layers are
+    packed), attention path, dtype. `variant`: a row's logits may change by a rounding with what
+    shares its batch."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         kind = f"cuda-sm{major}{minor}"
     else:
         kind = f"cpu-{torch.backends.cpu.get_cpu_capability().lower()}"
     version = torch.__version__.split("+")[0]
-    return f"{kind}-torch{version}-variant-{attention}-{FLOATS[dtype]}"
+    library = f"torch{version}-packed" if packed else f"torch{version}"
+    return f"{kind}-{library}-variant-{attention}-{FLOATS[dtype]}"
 
 
 @dataclass(frozen=True)
 class _Layer:
-    weights: LayerWeights
+    qkv: Linear
+    output: Linear
+    gate_up: Linear
+    down: Linear
+    input_norm: torch.Tensor  # norms are float32, as in LayerWeights
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    attention_post_norm: torch.Tensor | None
+    mlp_norm: torch.Tensor
+    mlp_post_norm: torch.Tensor | None
     attention: AttentionSpec
     group: int
     index: int  # among the group's layers
@@ -86,10 +100,15 @@ class LlamaModel:
         block_tokens: int,
         context_tokens: int,
     ) -> None:
-        """Weights decide device and dtype; context_tokens <= the config's."""
+        """Weights decide device and dtype; context_tokens <= the config's.
+
+        Where Linear packs, matrices are copied and only the embedding is kept: a caller who drops
+        `weights` gets the memory back. Tied models then hold the embedding twice, as the head too.
+        """
         assert 0 < context_tokens <= config.context_tokens
         self._config = config
-        self._weights = weights
+        self._embedding, self._norm = weights.embedding, weights.norm
+        self._head = Linear(weights.head)
         self._backend = backend
         self._device, dtype = weights.embedding.device, weights.embedding.dtype
         grouped = page_layouts(config, block_tokens, dtype)
@@ -109,7 +128,9 @@ class LlamaModel:
             block_tokens=block_tokens,
             groups=tuple(group for group, _ in grouped),
             representation=Representation(dtype=FLOATS[dtype]),
-            numeric_class=numeric_class(self._device, dtype, backend.name),
+            numeric_class=numeric_class(
+                self._device, dtype, backend.name, packs(self._device, dtype)
+            ),
         )
 
     @property
@@ -143,12 +164,12 @@ class LlamaModel:
             for group in range(len(self._pages))
         ]
         token_ids = torch.tensor(plan.token_ids, dtype=torch.int64, device=self._device)
-        hidden = F.embedding(token_ids, self._weights.embedding).float()
+        hidden = F.embedding(token_ids, self._embedding).float()
         hidden *= self._embedding_scale
         angles = [table.at(batches[0].positions) for table in self._ropes]
         for layer in self._layers:
             self._attend(layer, hidden, angles[layer.rope], batches[layer.group])
-            self._feed_forward(layer.weights, hidden)
+            self._feed_forward(layer, hidden)
         return self._logits(hidden, [sample.row for sample in plan.samples])
 
     def read_block(self, group: int, block: int, rank: int = 0) -> bytes:
@@ -173,32 +194,27 @@ class LlamaModel:
         batch: AttentionBatch,
     ) -> None:
         """Adds attention's output to hidden float32 [N, hidden]; stores the rows' KV."""
-        weights, config = layer.weights, self._config
-        normed = self._normed(hidden, weights.input_norm)
-        heads = F.linear(normed, weights.qkv, weights.qkv_bias).view(
+        config = self._config
+        heads = layer.qkv(self._normed(hidden, layer.input_norm)).view(
             len(hidden), config.query_heads + 2 * config.kv_heads, config.head_dim
         )
         turned, values = torch.split(
             heads, [config.query_heads + config.kv_heads, config.kv_heads], dim=1
         )
-        if weights.query_norm is not None and weights.key_norm is not None:
-            turned = self._normed_heads(turned, weights.query_norm, weights.key_norm)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            turned = self._normed_heads(turned, layer.query_norm, layer.key_norm)
         query, keys = torch.split(
             rotate(turned, *angles).to(heads.dtype), [config.query_heads, config.kv_heads], dim=1
         )
         pages = self._pages[layer.group][layer.index]
         pages.write(batch.slots, keys, values)
         attended = self._backend.attend(query, pages, batch, layer.attention).out
-        self._add(
-            hidden,
-            F.linear(attended.flatten(1), weights.output, weights.output_bias),
-            weights.attention_post_norm,
-        )
+        self._add(hidden, layer.output(attended.flatten(1)), layer.attention_post_norm)
 
     def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The residual stream as a layer reads it: normalised, in the model's dtype."""
         normed = F.rms_norm(hidden, (self._config.hidden,), weight, self._config.norm_eps)
-        return normed.to(self._weights.embedding.dtype)
+        return normed.to(self._embedding.dtype)
 
     def _normed_heads(
         self, heads: torch.Tensor, query_norm: torch.Tensor, key_norm: torch.Tensor
@@ -215,19 +231,14 @@ class LlamaModel:
             dim=1,
         )
 
-    def _feed_forward(self, weights: LayerWeights, hidden: torch.Tensor) -> None:
+    def _feed_forward(self, layer: _Layer, hidden: torch.Tensor) -> None:
         """Adds the gated MLP's output to hidden float32 [N, hidden]."""
-        normed = self._normed(hidden, weights.mlp_norm)
-        gate, up = F.linear(normed, weights.gate_up, weights.gate_up_bias).chunk(2, dim=1)
+        gate, up = layer.gate_up(self._normed(hidden, layer.mlp_norm)).chunk(2, dim=1)
         if self._config.activation == "gelu_tanh":
             gate = F.gelu(gate, approximate="tanh")
         else:
             gate = F.silu(gate)
-        self._add(
-            hidden,
-            F.linear(gate.mul_(up), weights.down, weights.down_bias),
-            weights.mlp_post_norm,
-        )
+        self._add(hidden, layer.down(gate.mul_(up)), layer.mlp_post_norm)
 
     def _add(self, hidden: torch.Tensor, part: torch.Tensor, norm: torch.Tensor | None) -> None:
         """Adds a layer's output to the residual stream, normed where the model does so."""
@@ -238,7 +249,7 @@ class LlamaModel:
     def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
         """float32 [len(rows), vocab] of the rows that a token is drawn from."""
         picked = hidden[torch.tensor(rows, dtype=torch.int64, device=self._device)]
-        logits = F.linear(self._normed(picked, self._weights.norm), self._weights.head).float()
+        logits = self._head(self._normed(picked, self._norm)).float()
         cap = self._config.final_cap
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
@@ -251,7 +262,16 @@ def _place_layers(
     }
     return tuple(
         _Layer(
-            weights=weights.layers[i],
+            qkv=Linear(w.qkv, w.qkv_bias),
+            output=Linear(w.output, w.output_bias),
+            gate_up=Linear(w.gate_up, w.gate_up_bias),
+            down=Linear(w.down, w.down_bias),
+            input_norm=w.input_norm,
+            query_norm=w.query_norm,
+            key_norm=w.key_norm,
+            attention_post_norm=w.attention_post_norm,
+            mlp_norm=w.mlp_norm,
+            mlp_post_norm=w.mlp_post_norm,
             attention=AttentionSpec(
                 query_heads=config.query_heads,
                 kv_heads=config.kv_heads,
@@ -265,5 +285,5 @@ def _place_layers(
             index=places[i][1],
             rope=int(config.local_rope is not None and config.windows[i] > 0),
         )
-        for i in range(config.layers)
+        for i, w in enumerate(weights.layers)
     )
