@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import socket
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from seams.errors import LaunchError
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
 START_S_MAX = 60.0
+STOP_GRACE_S = 4.0
 TEMP_PARENT = Path("/tmp")  # short: Ray keeps unix sockets below it
 
 # Off, the name notwithstanding, lets Ray bind and connect to loopback on Linux too.
@@ -73,7 +75,11 @@ def start_head(logs: Path, namespace: str) -> RayRecord:
     env = environment() | LOOPBACK | SETTINGS | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
     env.pop("RAY_ADDRESS", None)
     # No --block: that would end the replicas' node as soon as one of Ray's own processes dies.
-    process = processes.start("ray", command, logs / "ray.log", env, daemon=True)
+    try:
+        process = processes.start("ray", command, logs / "ray.log", env, daemon=True)
+    except OSError:
+        shutil.rmtree(temp_dir)
+        raise
     return RayRecord("", namespace, token, temp_dir, process)
 
 
@@ -91,3 +97,13 @@ def wait_head(record: RayRecord) -> str:
             raise LaunchError(f"Ray did not start: {reason or 'it said nothing'}")
         time.sleep(0.05)
     raise LaunchError(f"Ray did not start within {START_S_MAX:.0f} s.")
+
+
+def stop_head(record: RayRecord) -> bool:
+    """End the head with all that runs under it and remove its folder; True if nothing is left.
+
+    Safe to repeat, and after parts of it were killed."""
+    assert record.head is not None
+    ended = processes.stop(record.head, STOP_GRACE_S)
+    shutil.rmtree(record.temp_dir, ignore_errors=True)
+    return ended

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import socket
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from banyan.home import locked
 from seams.errors import LaunchError
 
 ROUTER_GRACE_S = 5.0
-RAY_GRACE_S = 4.0
 FLEET_S_MAX = 60.0
 
 
@@ -61,10 +59,9 @@ def clear(record: ClusterRecord, *, replicas_stopped: bool = False) -> None:
     if record.ray is not None and record.ray.head is None and not replicas_stopped:
         _order_fleet(record, drain=False)
     left = [r.name for r in record.routers if not processes.stop(r.process, ROUTER_GRACE_S)]
-    if record.ray is not None and record.ray.head is not None:
-        if not processes.stop(record.ray.head, RAY_GRACE_S):
-            left.append("ray")
-        shutil.rmtree(record.ray.temp_dir, ignore_errors=True)
+    ray = record.ray
+    if ray is not None and ray.head is not None and not ray_head.stop_head(ray):
+        left.append("ray")
     if left:
         raise LaunchError(f"These processes would not end: {', '.join(left)}.")
     state.remove(record.name, everything=False)

@@ -9,9 +9,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from e2e_cluster import CLUSTER, Banyan, LiveCluster, logs, run_banyan, strays
+from e2e_cluster import (
+    CLUSTER,
+    Banyan,
+    LiveCluster,
+    abandoned,
+    logs,
+    ray_folders,
+    run_banyan,
+    strays,
+)
 
 from banyan.cluster import state
+
+
+@pytest.fixture(autouse=True)
+def no_ray_folder_stays() -> Iterator[None]:
+    """Ray keeps its files outside the home: what a test's clusters made there is gone too."""
+    before = ray_folders()
+    yield
+    assert abandoned(ray_folders() - before) == set()
 
 
 @pytest.fixture

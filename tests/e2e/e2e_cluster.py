@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from banyan.cluster import processes
+from banyan.cluster import processes, ray_head
 from banyan.cluster.state import ClusterRecord
 
 Banyan = Callable[..., subprocess.CompletedProcess[str]]
@@ -37,6 +39,31 @@ def strays(home: Path) -> list[str]:
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     return found
+
+
+def ray_folders() -> set[Path]:
+    """Folders of Ray heads, whoever started them."""
+    return set(ray_head.TEMP_PARENT.glob("banyan-*"))
+
+
+def abandoned(folders: set[Path], limit_s: float = 10.0) -> set[Path]:
+    """Those of `folders` that still exist though no process names them. A start names its folder
+    and a stop removes it a moment later: only what stays so for `limit_s` counts."""
+    deadline = time.monotonic() + limit_s
+    left = folders
+    while left := {path for path in left if path.exists()}:
+        lines = " ".join(_command_lines())
+        left = {path for path in left if str(path) not in lines}
+        if time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
+    return left
+
+
+def _command_lines() -> Iterator[str]:
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            yield " ".join(process.cmdline())
 
 
 @dataclass(frozen=True)

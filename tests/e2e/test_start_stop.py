@@ -123,6 +123,11 @@ def end_of_ray(head: dict[str, Any], name: str) -> bool:
     return not psutil.wait_procs([victim], timeout=10)[1]
 
 
+def test_head_that_cannot_begin_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):  # the rest is the check that follows every test here
+        ray_head.start_head(tmp_path / "no-logs-here", "unused")
+
+
 def test_joined_ray_cluster_is_left_as_it_was(
     home: Path, banyan: Banyan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,4 +155,4 @@ def test_joined_ray_cluster_is_left_as_it_was(
         assert {"gcs_server", "raylet"} <= set(names)
         assert not any("Replica" in name for name in names)
     finally:
-        assert processes.stop(ray.head, 4.0)
+        assert ray_head.stop_head(ray)
