@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from banyan.cluster import processes, ray_head
+from banyan.cluster import leftovers, processes, ray_head
 from banyan.cluster.state import ClusterRecord
 
 Banyan = Callable[..., subprocess.CompletedProcess[str]]
@@ -43,7 +43,8 @@ def strays(home: Path) -> list[str]:
 
 def ray_folders() -> set[Path]:
     """Folders of Ray heads, whoever started them."""
-    return set(ray_head.TEMP_PARENT.glob("banyan-*"))
+    found = ray_head.TEMP_PARENT.glob("banyan-*")
+    return {path for path in found if leftovers.NAME.fullmatch(path.name)}
 
 
 def abandoned(folders: set[Path], limit_s: float = 10.0) -> set[Path]:
