@@ -52,6 +52,7 @@ class ReplicaConfig:
     cache: bool = True
     cache_domain: str = ""
     progress_file: str = ""
+    adapters: tuple[str, ...] = ()  # NAME=FOLDER each: LoRA adapters, loaded at the start
 
     def as_dict(self) -> dict[str, Any]:
         """For `ReplicaConfig(**d)` on the other side."""

@@ -23,6 +23,7 @@ class Stream:
     token_ids: list[int]
     tables: list[list[int]]
     computed: int = 0
+    adapter: int = 0
     logits: list[torch.Tensor] = field(default_factory=list)  # float32 [vocab] per computed token
 
 
@@ -38,8 +39,8 @@ class Stepper:
             model.poison(group, free)
         self._steps = 0
 
-    def add(self, token_ids: Sequence[int]) -> Stream:
-        return Stream(list(token_ids), [[] for _ in self.model.spec.groups])
+    def add(self, token_ids: Sequence[int], adapter: int = 0) -> Stream:
+        return Stream(list(token_ids), [[] for _ in self.model.spec.groups], adapter=adapter)
 
     def share(
         self, source: Stream, token_ids: Sequence[int], tokens: int
@@ -70,8 +71,9 @@ class Stepper:
         self._steps += 1
         groups = range(len(self.model.spec.groups))
         plan = StepPlan(
-            self._steps, [], [], [0], [], [[] for _ in groups], [[] for _ in groups], list(copies)
-        )
+            self._steps, [], [], [0], [], [[] for _ in groups], [[] for _ in groups], list(copies),
+            adapters=tuple(sequence.adapter for sequence, _ in work),
+        )  # fmt: skip
         for number, (sequence, count) in enumerate(work):
             self._append(plan, number, sequence, count)
         logits = self.model.execute(plan).clone()

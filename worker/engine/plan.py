@@ -60,6 +60,7 @@ class StepPlan:
     slots: list[list[int]]  # [G][N]
     copies: list[BlockCopy] = field(default_factory=list)
     samples: list[SampleRow] = field(default_factory=list)
+    adapters: tuple[int, ...] = ()  # [S] from 1, 0 = the base model; () = nobody has one
 
     @property
     def sequences(self) -> int:

@@ -12,6 +12,14 @@ from worker.engine.plan import StepPlan
 
 
 @dataclass(frozen=True)
+class AdapterSpec:
+    """An adapter that a model can compute; a request names it by its place, from 1."""
+
+    name: str
+    fingerprint: str  # of its weights and scales: part of the key root
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """What a model is, apart from its weights."""
 
@@ -24,6 +32,7 @@ class ModelSpec:
     groups: tuple[KVGroup, ...]
     representation: Representation
     numeric_class: str  # replicas of one class give the same tokens
+    adapters: tuple[AdapterSpec, ...] = ()
 
 
 class Model(Protocol):

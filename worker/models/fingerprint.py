@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -52,10 +52,18 @@ def document_fingerprint(
 
 def tensors_digest(source: TensorSource, progress: Progress | None = None) -> str:
     """SHA-256 over all tensors as they are stored, in hexadecimal digits."""
-    digest = hashlib.sha256()
-    total, done = source.bytes_total, 0
-    for described, stored in source.stored():
-        tensor = stored.contiguous()
+    return described_digest(source.stored(), source.bytes_total, progress)
+
+
+def described_digest(
+    stored: Iterable[tuple[list[object], torch.Tensor]],
+    total: int = 0,
+    progress: Progress | None = None,
+) -> str:
+    """SHA-256 over tensors and what they are (JSON values), in hexadecimal digits."""
+    digest, done = hashlib.sha256(), 0
+    for described, given in stored:
+        tensor = given.contiguous()
         head = json.dumps(described).encode()
         size = tensor.numel() * tensor.element_size()
         digest.update(len(head).to_bytes(8, "little") + head + size.to_bytes(8, "little"))

@@ -7,6 +7,7 @@ residual stream is float32 whatever the weights are: in bfloat16 it alone would 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,9 +18,10 @@ from kernels.batch import build_batch
 from kernels.layout import PageLayout
 from kvstore.groups import GroupKind, KVGroup, Representation
 from worker.engine.plan import StepPlan
-from worker.models.base import ModelSpec
+from worker.models.base import AdapterSpec, ModelSpec
 from worker.models.config import ModelConfig
 from worker.models.linear import Linear, packs
+from worker.models.lora import Adapter, AdapterRows, adapter_rows, add_low_rank
 from worker.models.pools import BlockPools
 from worker.models.rope import build_table, rotate
 from worker.models.weights import FLOATS, Weights
@@ -70,6 +72,7 @@ def numeric_class(
 
 @dataclass(frozen=True)
 class _Layer:
+    number: int
     qkv: Linear
     output: Linear
     gate_up: Linear
@@ -99,6 +102,7 @@ class LlamaModel:
         fingerprint: str,
         block_tokens: int,
         context_tokens: int,
+        adapters: Sequence[Adapter] = (),
     ) -> None:
         """Weights decide device and dtype; context_tokens <= the config's.
 
@@ -110,6 +114,7 @@ class LlamaModel:
         self._embedding, self._norm = weights.embedding, weights.norm
         self._head = Linear(weights.head)
         self._backend = backend
+        self._adapters = tuple(adapters)
         self._device, dtype = weights.embedding.device, weights.embedding.dtype
         grouped = page_layouts(config, block_tokens, dtype)
         self._layouts = tuple(layout for _, layout in grouped)
@@ -131,6 +136,7 @@ class LlamaModel:
             numeric_class=numeric_class(
                 self._device, dtype, backend.name, packs(self._device, dtype)
             ),
+            adapters=tuple(AdapterSpec(a.name, a.fingerprint) for a in self._adapters),
         )
 
     @property
@@ -167,9 +173,11 @@ class LlamaModel:
         hidden = F.embedding(token_ids, self._embedding).float()
         hidden *= self._embedding_scale
         angles = [table.at(batches[0].positions) for table in self._ropes]
+        starts = [int(start) for start in plan.starts]
+        groups = adapter_rows(self._adapters, plan.adapters, starts, self._device)
         for layer in self._layers:
-            self._attend(layer, hidden, angles[layer.rope], batches[layer.group])
-            self._feed_forward(layer, hidden)
+            self._attend(layer, hidden, angles[layer.rope], batches[layer.group], groups)
+            self._feed_forward(layer, hidden, groups)
         return self._logits(hidden, [sample.row for sample in plan.samples])
 
     def read_block(self, group: int, block: int, rank: int = 0) -> bytes:
@@ -192,10 +200,12 @@ class LlamaModel:
         hidden: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
         batch: AttentionBatch,
+        groups: list[AdapterRows],
     ) -> None:
         """Adds attention's output to hidden float32 [N, hidden]; stores the rows' KV."""
         config = self._config
-        heads = layer.qkv(self._normed(hidden, layer.input_norm)).view(
+        normed = self._normed(hidden, layer.input_norm)
+        heads = add_low_rank(layer.qkv(normed), normed, layer.number, "qkv", groups).view(
             len(hidden), config.query_heads + 2 * config.kv_heads, config.head_dim
         )
         turned, values = torch.split(
@@ -208,8 +218,9 @@ class LlamaModel:
         )
         pages = self._pages[layer.group][layer.index]
         pages.write(batch.slots, keys, values)
-        attended = self._backend.attend(query, pages, batch, layer.attention).out
-        self._add(hidden, layer.output(attended.flatten(1)), layer.attention_post_norm)
+        attended = self._backend.attend(query, pages, batch, layer.attention).out.flatten(1)
+        out = add_low_rank(layer.output(attended), attended, layer.number, "output", groups)
+        self._add(hidden, out, layer.attention_post_norm)
 
     def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The residual stream as a layer reads it: normalised, in the model's dtype."""
@@ -231,14 +242,18 @@ class LlamaModel:
             dim=1,
         )
 
-    def _feed_forward(self, layer: _Layer, hidden: torch.Tensor) -> None:
+    def _feed_forward(self, layer: _Layer, hidden: torch.Tensor, groups: list[AdapterRows]) -> None:
         """Adds the gated MLP's output to hidden float32 [N, hidden]."""
-        gate, up = layer.gate_up(self._normed(hidden, layer.mlp_norm)).chunk(2, dim=1)
+        normed = self._normed(hidden, layer.mlp_norm)
+        both = add_low_rank(layer.gate_up(normed), normed, layer.number, "gate_up", groups)
+        gate, up = both.chunk(2, dim=1)
         if self._config.activation == "gelu_tanh":
             gate = F.gelu(gate, approximate="tanh")
         else:
             gate = F.silu(gate)
-        self._add(hidden, layer.down(gate.mul_(up)), layer.mlp_post_norm)
+        gated = gate.mul_(up)
+        out = add_low_rank(layer.down(gated), gated, layer.number, "down", groups)
+        self._add(hidden, out, layer.mlp_post_norm)
 
     def _add(self, hidden: torch.Tensor, part: torch.Tensor, norm: torch.Tensor | None) -> None:
         """Adds a layer's output to the residual stream, normed where the model does so."""
@@ -262,6 +277,7 @@ def _place_layers(
     }
     return tuple(
         _Layer(
+            number=i,
             qkv=Linear(w.qkv, w.qkv_bias),
             output=Linear(w.output, w.output_bias),
             gate_up=Linear(w.gate_up, w.gate_up_bias),

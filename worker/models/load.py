@@ -17,6 +17,7 @@ from worker.config import ReplicaConfig
 from worker.models.base import Model, ModelSpec
 from worker.models.config import ModelConfig, NotNative
 from worker.models.fingerprint import model_fingerprint
+from worker.models.lora import load_adapter, named_folders
 from worker.models.making import compiled_dtype, make_model, refuse_variant
 from worker.models.memory import available_bytes
 from worker.models.opening import open_model
@@ -50,6 +51,9 @@ def load_model(config: ReplicaConfig, progress: Progress | None = None) -> Model
         from worker.models.adapter_load import load_adapted
 
         refuse_variant(config, "it is computed through transformers.")
+        if config.adapters:
+            message = "Adapters of models computed through transformers are not served."
+            raise ModelLoadError(message) from None
         return load_adapted(config, device, progress)
     with source:
         return _load(config, parsed, source, device, progress)
@@ -71,6 +75,10 @@ def _load(
     compiled = dtype is not None
     if dtype is None:
         dtype = choose_dtype(config.dtype, source, device)
+    adapters = tuple(
+        load_adapter(name, folder, parsed, dtype, device)
+        for name, folder in named_folders(config.adapters).items()
+    )
     hashing, reading = _two_parts(progress)
     fingerprint = model_fingerprint(source, parsed, hashing)
     weights = load_weights(source, parsed, dtype, device, reading)
@@ -81,6 +89,7 @@ def _load(
         fingerprint=fingerprint,
         context_tokens=context,
         compiled=compiled,
+        adapters=adapters,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
@@ -14,6 +15,7 @@ from worker.models.base import Model
 from worker.models.compiled import CompiledModel, decoder_shape
 from worker.models.config import ModelConfig
 from worker.models.llama import LlamaModel
+from worker.models.lora import Adapter
 from worker.models.weights import FLOATS, Weights
 
 COMPUTES = ("auto", "compiled", "torch")
@@ -41,7 +43,10 @@ def compiled_dtype(
         dtype = torch.float32
     if dtype is None:
         return None  # an unknown name: refused where dtypes are chosen
-    reason = _unavailable(parsed, dtype, device, config.block_tokens)
+    if config.adapters:
+        reason = "The compiled path computes no adapters."
+    else:
+        reason = _unavailable(parsed, dtype, device, config.block_tokens)
     if not reason:
         return dtype
     if config.compute == "compiled":
@@ -81,6 +86,7 @@ def make_model(
     fingerprint: str,
     context_tokens: int,
     compiled: bool,
+    adapters: Sequence[Adapter] = (),
 ) -> Model:
     """The model, without pools. Raises ModelLoadError if memory is short."""
     name, block_tokens = config.served_name, config.block_tokens
@@ -93,7 +99,9 @@ def make_model(
             fingerprint=fingerprint,
             block_tokens=block_tokens,
             context_tokens=context_tokens,
+            adapters=adapters,
         )
+    assert not adapters
     try:
         return CompiledModel(
             parsed,
