@@ -27,7 +27,7 @@ SOURCES = Path(__file__).parent / "src"
 ABI_VERSION = 2
 BUILD_S_MAX = 300.0
 COMPILERS = ("g++", "c++", "clang++")
-# No contraction: which products and sums are fused is written in the sources, not up to the compiler.
+# No contraction: which products and sums are fused is written in the sources, for every compiler.
 FLAGS = (
     "-std=c++20", "-O3", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-ffp-contract=off",
     "-Wno-psabi",
