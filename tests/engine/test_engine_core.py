@@ -21,10 +21,10 @@ from seams.errors import (
     PromptTooLong,
 )
 from worker.config import EngineConfig
+from worker.engine.adjusting import ends_masked
 from worker.engine.core import EngineCore
 from worker.engine.messages import CacheOpKind, EngineRequest, Finish, RequestUsage
 from worker.engine.plan import SampleRow, StepPlan
-from worker.engine.sampler import _masked_ids
 from worker.engine.sampling import SamplingParams
 from worker.models.fake import SHAPES, fake_model
 
@@ -173,7 +173,7 @@ def test_min_tokens_is_one_rule_for_drawing_and_ending() -> None:
         rig.submit(request("a", given, 30, **sampling))
         rig.step()
         assert bool(rig.lasts("a")) is ends, emitted
-        masked = _masked_ids(row_at(emitted - 1, min_tokens=3, stop_token_ids=stop), (), 256)
+        masked = ends_masked(row_at(emitted - 1, min_tokens=3, stop_token_ids=stop), (), 256)
         assert masked == ([] if ends else [7])
 
 

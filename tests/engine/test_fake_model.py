@@ -28,7 +28,7 @@ def plan(model: FakeModel, ids: list[int], start: int, table: list[int]) -> Step
     rows = range(start, len(ids))
     slots = [table[p // BLOCK] * BLOCK + p % BLOCK for p in rows]
     groups = model.spec.groups
-    return StepPlan(
+    return StepPlan.of_lists(
         step=1,
         token_ids=ids[start:],
         positions=list(rows),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -76,6 +76,7 @@ class Stepper:
         )  # fmt: skip
         for number, (sequence, count) in enumerate(work):
             self._append(plan, number, sequence, count)
+        plan = StepPlan.of_lists(**{f.name: getattr(plan, f.name) for f in fields(StepPlan)})
         logits = self.model.execute(plan).clone()
         assert logits.dtype is torch.float32
         assert logits.shape == (len(plan.samples), self.model.spec.vocab_tokens)

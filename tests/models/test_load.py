@@ -181,7 +181,7 @@ def test_copies_run_before_the_step_in_order(folder: Path) -> None:
     size = model.spec.groups[0].block_bytes
     model.write_block(0, 0, bytes([1]) * size)
     copies = [BlockCopy(0, 0, 1, 16), BlockCopy(0, 1, 2, 16)]
-    plan = StepPlan(1, [3], [0], [0, 1], [1], [[[0]]], [[0]], copies)
+    plan = StepPlan.of_lists(1, [3], [0], [0, 1], [1], [[[0]]], [[0]], copies)
     logits = model.execute(plan)
     assert logits.shape == (0, 24)  # nothing to sample: no logits
     assert model.read_block(0, 2) == model.read_block(0, 1) == bytes([1]) * size
@@ -281,7 +281,7 @@ config = ReplicaConfig("r0", sys.argv[1], "served", (), "", device="cpu", pool_g
 model = load_model(config)
 model.allocate(plan_blocks(config, model.spec))
 row = SampleRow(2, 7, 0, 0, SamplingParams(seed=1, max_tokens=1))
-plan = StepPlan(1, [1, 2, 3], [0, 1, 2], [0, 3], [3], [[[0]]], [[0, 1, 2]], [], [row])
+plan = StepPlan.of_lists(1, [1, 2, 3], [0, 1, 2], [0, 3], [3], [[[0]]], [[0, 1, 2]], [], [row])
 drawn = sample(model.execute(plan), plan.samples, model.spec.eos_token_ids)
 print(json.dumps([[s.sequence, s.token_id] for s in drawn]))
 foreign = {"transformers", "huggingface_hub", "ray", "grpc", "router", "banyan"}

@@ -9,26 +9,23 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
+
+import numpy as np
+
+Demand = tuple[int, int]
+"""One sequence: blocks it occupies alone once its tokens are computed, and tokens to come."""
 
 
-@dataclass(frozen=True)
-class Demand:
-    """One sequence: blocks it occupies alone once its tokens are computed, and tokens to come."""
-
-    blocks: int
-    left: int
-
-
-def predicted_peak(demands: Iterable[Demand], block_tokens: int) -> int:
+def predicted_peak(demands: Sequence[Demand], block_tokens: int) -> int:
     """Most blocks the demands occupy together at any time. O(n log n); an upper bound by at most
     one block each, since a sequence's last block may have room."""
-    peak = occupied = 0
-    for count, demand in enumerate(sorted(demands, key=lambda d: -d.left), 1):
-        occupied += demand.blocks
-        peak = max(peak, occupied + count * -(-demand.left // block_tokens))
-    return peak
+    if not demands:
+        return 0
+    blocks, lefts = np.array(demands, dtype=np.int64).T
+    order = np.argsort(-lefts)
+    grown = np.arange(1, len(demands) + 1) * -(-lefts[order] // block_tokens)
+    return int((np.cumsum(blocks[order]) + grown).max())
 
 
 class LengthHistory:

@@ -39,7 +39,7 @@ from worker.engine.messages import (
 from worker.engine.paging import PagedMemory
 from worker.engine.plan import SampleRow
 from worker.engine.radix import RadixCache
-from worker.engine.request import Request, Sequence, State, finish_reason, validate
+from worker.engine.request import Request, Sequence, State, ends_of, finish_reason, validate
 from worker.engine.sampler import Sampled, sample
 from worker.engine.scheduler import Scheduled, Scheduler
 from worker.engine.timing import StepTimes
@@ -73,7 +73,9 @@ class EngineCore:
         self.scheduler = Scheduler(self.memory, config)
         self.clock = clock
         self._model, self._config, self._sampler = model, config, sampler
-        self._root = root(spec.fingerprint, "", spec.block_tokens)
+        self._eos = spec.eos_token_ids
+        adapters = ("", *(adapter.fingerprint for adapter in spec.adapters))
+        self._roots = [root(spec.fingerprint, a, spec.block_tokens) for a in adapters]
         self._requests: dict[str, Request] = {}
         self._deadlines: list[tuple[float, int, str]] = []
         self._outbox: list[Emission] = []
@@ -103,17 +105,21 @@ class EngineCore:
         request = Request(
             spec=spec,
             arrival=self._arrivals,
-            chain=ChainSpec(self._root, self.memory.block_tokens, spec.salt, spec.private_from),
+            chain=ChainSpec(
+                self._roots[spec.adapter], self.memory.block_tokens, spec.salt, spec.private_from
+            ),
             credit=spec.credit_tokens,
             cacheable=self._config.cache and not spec.no_cache,
+            tenant=self.scheduler.waiting.join(spec.tenant),
+            ends=ends_of(spec.sampling, self._eos),
+            tokens_max=spec.prompt_tokens + spec.sampling.max_tokens,
         )
         self._requests[spec.request_id] = request
-        self.scheduler.waiting.join(spec.tenant)
         if spec.deadline_s is not None:
             heapq.heappush(self._deadlines, (spec.deadline_s, request.arrival, spec.request_id))
         sequence = self._new_sequence(request, 0, list(spec.token_ids))
         self.scheduler.enter(sequence)
-        if sequence.generated and (finish := self._finish_reason(sequence)) is not None:
+        if sequence.generated and (finish := finish_reason(sequence)) is not None:
             self._end_choice(sequence, finish, ())
 
     def cancel(self, request_id: str) -> None:
@@ -148,7 +154,8 @@ class EngineCore:
     def load(self) -> EngineLoad:
         """Counts for heartbeats."""
         scheduler, pool = self.scheduler, self.memory.pools[0]
-        prefilling = sum(s.pending for s in scheduler.running if s.pending > 1)
+        pending = [len(s.tokens) - s.computed for s in scheduler.running]
+        prefilling = sum([count for count in pending if count > 1])
         return EngineLoad(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
@@ -203,7 +210,7 @@ class EngineCore:
         plan = scheduled.plan
         try:
             logits = self._model.execute(plan)
-            drawn = self._sampler(logits, plan.samples, self._model.spec.eos_token_ids)
+            drawn = self._sampler(logits, plan.samples, self._eos)
         except Exception as error:
             if isinstance(error, OUT_OF_MEMORY) and self.scheduler.take_back(scheduled):
                 _log.warning("step %d had too little memory; again in smaller ones", plan.step)
@@ -228,13 +235,37 @@ class EngineCore:
             self._end(request, Finish.ERROR, error, keep=False)
 
     def _commit(self, scheduled: Scheduled, drawn: list[Sampled]) -> None:
-        """Take over what a step computed, row by row; a request that ended is passed over."""
-        draws: dict[int, list[Sampled]] = {}
-        for one in drawn:
-            draws.setdefault(one.sequence, []).append(one)
+        """Take over what a step computed, row by row; a request that ended is passed over. `drawn`
+        is in the rows' order."""
+        at = 0
         for sequence, count in scheduled.rows:
-            if sequence.state is State.RUNNING:
-                self._commit_row(sequence, count, draws.get(sequence.id, []))
+            begin = at
+            while at < len(drawn) and drawn[at].sequence == sequence.id:
+                at += 1
+            if sequence.state is not State.RUNNING:
+                continue
+            one = count == 1 and at == begin + 1 and drawn[begin].token_id >= 0
+            if one and sequence.inserted and not sequence.copies:
+                self._commit_decoded(sequence, drawn[begin])
+            else:
+                self._commit_row(sequence, count, drawn[begin:at])
+        assert at == len(drawn), "a draw that belongs to no row"
+
+    def _commit_decoded(self, sequence: Sequence, drawn: Sampled) -> None:
+        """What `_commit_row` comes to for nearly all rows, in a third of its time."""
+        request, token = sequence.request, drawn.token_id
+        sequence.decoded(token)
+        if (
+            token in request.ends
+            or len(sequence.tokens) >= request.tokens_max
+            or drawn.logprobs is not None
+        ):
+            self._emit(sequence, drawn)
+            return
+        spec = request.spec
+        request.tenant.served += 1
+        position = len(sequence.tokens) - spec.prompt_tokens - 1
+        self._outbox.append(Emission(spec.request_id, sequence.choice, position, (token,)))
 
     def _commit_row(self, sequence: Sequence, count: int, drawn: list[Sampled]) -> None:
         request = sequence.request
@@ -282,20 +313,17 @@ class EngineCore:
 
     # --- emitting and ending -----------------------------------------------------------------
 
-    def _finish_reason(self, sequence: Sequence) -> Finish | None:
-        return finish_reason(sequence, self._model.spec.eos_token_ids)
-
     def _emit(self, sequence: Sequence, drawn: Sampled) -> None:
         """Say that a token was appended, and end the choice if it was the last."""
         spec = sequence.request.spec
-        self.scheduler.waiting.charge(spec.tenant, 1)
+        sequence.request.tenant.served += 1
         logprobs = () if drawn.logprobs is None else (drawn.logprobs,)
-        finish = self._finish_reason(sequence)
+        finish = finish_reason(sequence)
         if finish is not None:
             self.scheduler.lengths.record(sequence.generated)
             self._end_choice(sequence, finish, (drawn.token_id,), logprobs)
             return
-        position = sequence.generated - 1
+        position = len(sequence.tokens) - spec.prompt_tokens - 1
         self._outbox.append(
             Emission(spec.request_id, sequence.choice, position, (drawn.token_id,), logprobs)
         )

@@ -6,6 +6,7 @@ requests' order and no model.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
@@ -20,6 +21,11 @@ from worker.engine.request import Sequence
 def blocks_for(tokens: int, block_tokens: int) -> int:
     """Blocks that hold so many tokens."""
     return -(-tokens // block_tokens)
+
+
+def _changed(sequence: Sequence, at: int) -> None:
+    """Entries of its tables from `at` on differ from what was planned."""
+    sequence.stale_from = min(sequence.stale_from, at)
 
 
 class PagedMemory:
@@ -49,6 +55,13 @@ class PagedMemory:
         window = self.pools[group].group.window_tokens
         return min(blocks, blocks_for(window - 1, self.block_tokens) + 1) if window else blocks
 
+    def held_alone(self, sequence: Sequence, group: int) -> int:
+        """Blocks of a group that a sequence holds, those left out that another one held before."""
+        table = sequence.tables[group]
+        if self.pools[group].group.window_tokens:  # what a window passed leads the table
+            return len(table) - bisect_left(table, 0)
+        return len(table) - sequence.shared
+
     def match(self, sequence: Sequence) -> Match | None:
         """What the cache has of its tokens, the last one left out. Holds nothing."""
         if self.cache is None or not sequence.request.cacheable:
@@ -68,6 +81,7 @@ class PagedMemory:
         sequence.hold = self.cache.hold(match)
         newly_busy = evictable - self.pools[0].evictable
         sequence.tables = [list(blocks) for blocks in match.blocks]
+        sequence.stale_from = sequence.writable_to = 0
         sequence.shared = max(0, len(match.blocks[0]) - newly_busy)
         sequence.computed = match.tokens // self.block_tokens * self.block_tokens
 
@@ -88,6 +102,7 @@ class PagedMemory:
             (target,) = self._allocate(g, 1)
             sequence.tables[g].append(target)
             self._copy(sequence, BlockCopy(g, source, target, offset))
+        _changed(sequence, hold.tokens // self.block_tokens)
         sequence.computed = hold.tokens
 
     def _has_hole(self, sequence: Sequence) -> bool:
@@ -117,24 +132,37 @@ class PagedMemory:
         A block to be written that anybody else holds becomes a pending copy. All or nothing: after
         0 the tables are as before, but for windows that passed.
         """
-        self._pass_windows(sequence)
-        shared = any(self._is_shared(sequence, g) for g in range(len(self.pools)))
+        if self._windows:
+            self._pass_windows(sequence)
+        at, offset = divmod(sequence.computed, self.block_tokens)
+        shared = offset > 0 and any(self._is_shared(sequence, g) for g in range(len(self.pools)))
         room = len(sequence.tables[0]) * self.block_tokens - sequence.computed
-        if want <= room and not shared:  # most decode rows
+        if want <= room and not shared:
+            self._note_writable(sequence)
             return want
         if not self._reserve(self._needs(sequence, want)):
             want = min(want, self._room(sequence))
             if want < 1 or not self._reserve(self._needs(sequence, want)):
                 return 0
-        at, offset = divmod(sequence.computed, self.block_tokens)
+        _changed(sequence, at)
         for g, table in enumerate(sequence.tables):
-            if self._is_shared(sequence, g):
+            if shared and self._is_shared(sequence, g):
                 source = table[at]
                 (table[at],) = self._allocate(g, 1)
                 self._copy(sequence, BlockCopy(g, source, table[at], offset))
             blocks = blocks_for(sequence.computed + want, self.block_tokens)
             table.extend(self._allocate(g, blocks - len(table)))
+        self._note_writable(sequence)
         return want
+
+    def _note_writable(self, sequence: Sequence) -> None:
+        """It has blocks of its own from here to its tables' end; until then, or until a window
+        passes a block, the scheduler need not ask again (Sequence.writable_to)."""
+        size = self.block_tokens
+        end = len(sequence.tables[0]) * size
+        for _, window in self._windows:
+            end = min(end, sequence.computed + size - (sequence.computed - window + 1) % size)
+        sequence.writable_to = end
 
     def _is_shared(self, sequence: Sequence, group: int) -> bool:
         """Whether the next write goes into a block that somebody else holds too."""
@@ -167,7 +195,10 @@ class PagedMemory:
         )
 
     def _reserve(self, needs: list[int]) -> bool:
-        if all(pool.free >= need for pool, need in zip(self.pools, needs, strict=True)):
+        for pool, need in zip(self.pools, needs, strict=True):
+            if pool.free < need:
+                break
+        else:
             return True
         return self.cache is not None and self.cache.evict(needs)
 
@@ -185,7 +216,9 @@ class PagedMemory:
                 passed.append(table[at])
                 table[at] = -1
                 at -= 1
-            self.pools[g].release(passed)
+            if passed:
+                _changed(sequence, at + 1)
+                self.pools[g].release(passed)
 
     def trim(self, sequence: Sequence) -> None:
         """Give back the blocks of a `grow` whose step did not happen; a pending copy stays so."""
@@ -193,6 +226,8 @@ class PagedMemory:
         for pool, table in zip(self.pools, sequence.tables, strict=True):
             pool.release(table[count:])
             del table[count:]
+        _changed(sequence, count)
+        sequence.writable_to = 0
 
     def settle(self, sequence: Sequence) -> None:
         """Its pending copies were executed."""
@@ -226,6 +261,7 @@ class PagedMemory:
         whole = sequence.computed // self.block_tokens * self.block_tokens
         match = self.cache.match(sequence.request.chain, sequence.tokens, whole)
         hold = self.cache.hold(match)
+        _changed(sequence, 0)
         for g, pool in enumerate(self.pools):
             table, surplus = sequence.tables[g], []
             for at, cached in enumerate(match.blocks[g]):
@@ -247,6 +283,7 @@ class PagedMemory:
         child.computed = parent.computed
         child.keys = list(parent.keys)
         child.shared = parent.computed // self.block_tokens
+        child.stale_from = child.writable_to = parent.writable_to = 0
         for pool, table in zip(self.pools, child.tables, strict=True):
             pool.retain(table)
         if self.cache is not None and child.request.cacheable:
@@ -281,6 +318,7 @@ class PagedMemory:
         for pool, table in zip(self.pools, sequence.tables, strict=True):
             pool.release(table)
         sequence.tables = [[] for _ in self.pools]
+        sequence.stale_from = sequence.writable_to = 0
         sequence.computed = 0
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
@@ -289,7 +327,9 @@ class PagedMemory:
         held: list[Counter[int]] = [Counter() for _ in self.pools]
         for sequence in sequences:
             for g, table in enumerate(sequence.tables):
-                held[g].update(block for block in table if block >= 0)
+                there = [block for block in table if block >= 0]
+                held[g].update(there)
+                assert table[len(table) - len(there) :] == there, "a hole inside a block table"
             for copy in sequence.copies:
                 held[copy.group][copy.source] += 1
         if self.cache is not None:

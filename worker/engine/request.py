@@ -14,10 +14,15 @@ from kvstore.keys import BlockKey, ChainSpec
 from seams.errors import InvalidRequest, PromptTooLong
 from worker.engine.messages import EngineRequest, Finish, RequestUsage
 from worker.engine.plan import BlockCopy
+from worker.engine.sampling import SamplingParams
 from worker.models.base import ModelSpec
 
 if TYPE_CHECKING:
     from worker.engine.radix import Hold
+    from worker.engine.waiting import Tenant
+
+
+CLEAN = 1 << 60  # Sequence.stale_from: no entry of its tables changed since it was last planned
 
 
 class State(Enum):
@@ -36,7 +41,9 @@ class Sequence:
     `tables[g]` are its blocks of group g, -1 where a window has passed; it holds one reference to
     each, and to the source of each pending copy. `shared` counts leading blocks of group 0 that
     another running sequence held when it got them. `computed_max` is how far it had come before it
-    was preempted.
+    was preempted. Up to position `writable_to` it may write without a look at its blocks. Whoever
+    changes an entry of a table lowers `stale_from` to it; `slot` is the sequence's row in the
+    PlanBuilder, which knows the entries before that.
     """
 
     id: int
@@ -52,6 +59,9 @@ class Sequence:
     preempted: bool = False
     inserted: bool = False  # the blocks of everything given are offered to the cache
     last_step: int = 0
+    writable_to: int = 0
+    slot: int = -1
+    stale_from: int = 0
     keys: list[BlockKey] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)  # not executed yet
     hold: Hold | None = None
@@ -89,6 +99,13 @@ class Sequence:
         self.computed = last
         self.computed_max = max(self.computed_max, last)
 
+    def decoded(self, token_id: int) -> None:
+        """Its last token was computed, for the first time, and `token_id` follows it."""
+        self.computed += 1
+        self.computed_max = self.computed
+        self.tokens.append(token_id)
+        self.emitted += 1
+
     @property
     def credit(self) -> int:
         """Tokens it may emit before more is granted."""
@@ -97,13 +114,17 @@ class Sequence:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One live request. `cached_tokens` is None until its first admission, fixed from then on."""
+    """One live request. `cached_tokens` is None until its first admission, fixed from then on. A
+    choice can end only with a token of `ends`, or when it has `tokens_max` with the prompt."""
 
     spec: EngineRequest
     arrival: int
     chain: ChainSpec
     credit: int
     cacheable: bool
+    tenant: Tenant
+    ends: frozenset[int]
+    tokens_max: int
     sequences: list[Sequence] = field(default_factory=list)
     forked: bool = False
     cached_tokens: int | None = None
@@ -150,14 +171,20 @@ def validate(spec: EngineRequest, model: ModelSpec) -> None:
         )
     if not (min(spec.token_ids) >= 0 and max(spec.token_ids) < model.vocab_tokens):
         raise InvalidRequest("A token id is outside the model's vocabulary.")
+    if not 0 <= spec.adapter <= len(model.adapters):
+        raise InvalidRequest("The model has no adapter of this number.")
 
 
-def finish_reason(sequence: Sequence, eos_token_ids: tuple[int, ...]) -> Finish | None:
+def ends_of(sampling: SamplingParams, eos_token_ids: tuple[int, ...]) -> frozenset[int]:
+    """Tokens that end a choice once it has min_tokens."""
+    if sampling.ignore_eos:
+        return sampling.stop_token_ids
+    return sampling.stop_token_ids.union(eos_token_ids)
+
+
+def finish_reason(sequence: Sequence) -> Finish | None:
     """Whether the last generated token ends the choice. It must have one."""
-    sampling, token = sequence.request.spec.sampling, sequence.tokens[-1]
-    if sampling.may_stop(sequence.generated - 1):
-        if token in sampling.stop_token_ids:
-            return Finish.STOP
-        if token in eos_token_ids and not sampling.ignore_eos:
-            return Finish.STOP
-    return Finish.LENGTH if sequence.left <= 0 else None
+    request, sampling = sequence.request, sequence.request.spec.sampling
+    if sequence.tokens[-1] in request.ends and sampling.may_stop(sequence.generated - 1):
+        return Finish.STOP
+    return Finish.LENGTH if len(sequence.tokens) >= request.tokens_max else None

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+
+TEMPERATURE_MIN = 1e-5  # below: greedy
 
 
 @dataclass(frozen=True)
@@ -10,7 +13,8 @@ class SamplingParams:
     """Defaults mean off. temperature 0 is greedy (ties: the lowest id). OpenAI's terms.
 
     `logprobs` None = none; k >= 0 = the chosen token's and the k most likely. `max_tokens` > 0 is
-    resolved against the context before it gets here.
+    resolved against the context before it gets here. `logit_bias` is added to the logits of its
+    tokens; where `allowed_token_ids` are given, no others are chosen. Both hold an id once.
     """
 
     seed: int
@@ -27,13 +31,27 @@ class SamplingParams:
     ignore_eos: bool = False
     n: int = 1
     logprobs: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
 
     def may_stop(self, position: int) -> bool:
         """Whether the token at `position`, from 0, may be a stop: the first `min_tokens` of the
         output never are, as in transformers' min_new_tokens."""
         return position >= self.min_tokens
 
-    @property
+    @cached_property
+    def is_plain(self) -> bool:
+        """True if a token is the largest of the raw logits and nothing else is asked."""
+        return (
+            self.temperature < TEMPERATURE_MIN
+            and self.min_tokens == 0
+            and self.logprobs is None
+            and not self.needs_history
+            and not self.logit_bias
+            and not self.allowed_token_ids
+        )
+
+    @cached_property
     def needs_history(self) -> bool:
         """True if a penalty looks at earlier tokens."""
         return (

@@ -9,13 +9,13 @@ knows token ids and blocks, no model and no clock.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from worker.config import EngineConfig
 from worker.engine.admission import Demand, LengthHistory, predicted_peak
 from worker.engine.paging import PagedMemory, blocks_for
-from worker.engine.plan import SampleRow, StepPlan
+from worker.engine.plan import StepPlan
+from worker.engine.planning import PlanBuilder
 from worker.engine.request import Request, Sequence, State
 from worker.engine.waiting import WaitingQueue
 
@@ -42,6 +42,10 @@ class _Draft:
         self.rows[sequence] = count
         self.budget -= count
 
+    def add_decodes(self, sequences: list[Sequence]) -> None:
+        self.rows.update(dict.fromkeys(sequences, 1))
+        self.budget -= len(sequences)
+
     def drop(self, sequence: Sequence) -> None:
         self.budget += self.rows.pop(sequence, 0)
 
@@ -52,6 +56,7 @@ class Scheduler:
     def __init__(self, memory: PagedMemory, config: EngineConfig) -> None:
         assert config.step_tokens_max > 0 and config.running_max > 0
         self.memory = memory
+        self.builder = PlanBuilder(memory.block_tokens, len(memory.pools))
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # by age
         self.parked: dict[int, Sequence] = {}  # by id: without blocks, without credit
@@ -117,6 +122,7 @@ class Scheduler:
         assert self.running[at] is sequence
         del self.running[at]
         self.memory.release(sequence, keep=keep)
+        self.builder.drop(sequence)
         sequence.inserted = False
         self._blocked = None
 
@@ -124,7 +130,7 @@ class Scheduler:
 
     def can_step(self) -> bool:
         """Whether `plan` would find something to compute."""
-        return any(s.credit > 0 for s in self.running) or len(self.waiting) > 0
+        return len(self.waiting) > 0 or any(s.credit > 0 for s in self.running)
 
     def plan(self) -> Scheduled | None:
         """The next step, None if nothing can run; its blocks are allocated, copies pending.
@@ -134,19 +140,24 @@ class Scheduler:
         """
         self._step += 1
         draft = _Draft(self._budget)
-        runnable = [s for s in self.running if s.credit > 0]
-        for sequence in self._decoding(runnable):
+        runnable = [s for s in self.running if s.request.credit > s.emitted]
+        decoding = self._decoding(runnable)
+        if len(decoding) <= draft.budget:  # most have a block to write into
+            draft.add_decodes([s for s in decoding if s.computed < s.writable_to])
+        for sequence in [s for s in decoding if s not in draft.rows]:
             self._schedule(draft, sequence)
-        for sequence in runnable:
-            if sequence.state is State.RUNNING and sequence.pending > 1:
-                self._schedule(draft, sequence)
-        self._admit(draft)
+        if len(decoding) < len(runnable):
+            for sequence in runnable:
+                if sequence.pending > 1 and sequence.state is State.RUNNING:
+                    self._schedule(draft, sequence)
+        if self.waiting:
+            self._admit(draft)
         if not draft.rows:
             return None
         rows = tuple(draft.rows.items())
         for sequence, _ in rows:
             sequence.last_step = self._step
-        return Scheduled(self._flatten(rows), rows)
+        return Scheduled(self.builder.build(self._step, rows), rows)
 
     def take_back(self, scheduled: Scheduled) -> bool:
         """A plan was too large for the device: the next ones have at most half its tokens, growing
@@ -168,7 +179,7 @@ class Scheduler:
 
     def _decoding(self, runnable: list[Sequence]) -> list[Sequence]:
         """Those with one token to compute; in turn if there are more than the budget allows."""
-        decoding = [s for s in runnable if s.pending == 1]
+        decoding = [s for s in runnable if len(s.tokens) - s.computed == 1]
         if len(decoding) > self._budget:
             decoding.sort(key=lambda s: s.last_step)
         return decoding
@@ -263,85 +274,59 @@ class Scheduler:
         request = head.request
         if request.cached_tokens is None:
             request.cached_tokens = min(head.computed, request.spec.prompt_tokens)
-            self.waiting.charge(request.spec.tenant, request.spec.prompt_tokens)
+            request.tenant.served += request.spec.prompt_tokens
 
     def _make_place(self, draft: _Draft, head: Sequence) -> bool:
         """Whether it and the choices it will fork into are within running_max, once those that
         wait for credit have made room."""
-        places = sum(1 + s.request.unforked for s in self.running) + 1 + head.request.unforked
+        running_max, new = self._config.running_max, 1 + head.request.unforked
+        places = new + sum([1 + s.request.unforked for s in self.running])
+        if places <= running_max:
+            return True
         paused = [s for s in self.running if s.credit <= 0]
-        while paused and places > self._config.running_max:
+        while paused and places > running_max:
             places -= 1
             self._preempt(draft, paused.pop())
-        return not self.running or places <= self._config.running_max
+        return not self.running or places <= running_max
 
     def _fits(self, head: Sequence) -> bool:
         """Whether the predicted peak of all that may run and `head` is within what there is; what
         waits for credit can be preempted."""
         memory = self.memory
-        active = [*(s for s in self.running if s.credit > 0), head]
+        everyone = [*self.running, head]
+        active = [s for s in everyone if s.request.credit > s.emitted]
+        lefts = [self._left(s) for s in active]
         for g, pool in enumerate(memory.pools):
-            capacity = memory.available(g)
-            capacity += sum(self._held_alone(s, g) for s in (*self.running, head))
-            everyone = [d for s in active for d in self._demands(s, g)]
+            capacity = memory.available(g) + sum(memory.held_alone(s, g) for s in everyone)
             if pool.group.window_tokens:
-                peak = sum(d.blocks for d in everyone)
+                peak = sum(
+                    memory.blocks_held(g, len(s.tokens) + left) * (1 + s.request.unforked)
+                    for s, left in zip(active, lefts, strict=True)
+                )
             else:
-                peak = predicted_peak(everyone, memory.block_tokens)
+                demands = [
+                    demand
+                    for s, left in zip(active, lefts, strict=True)
+                    for demand in self._demands(s, left)
+                ]
+                peak = predicted_peak(demands, memory.block_tokens)
             if peak > capacity:
                 return False
         return True
 
-    def _held_alone(self, sequence: Sequence, group: int) -> int:
-        held = sum(1 for block in sequence.tables[group] if block >= 0)
-        return held if self.memory.pools[group].group.window_tokens else held - sequence.shared
-
-    def _demands(self, sequence: Sequence, group: int) -> Iterator[Demand]:
-        """What a sequence and its choices still to fork will occupy in a group."""
-        memory, tokens = self.memory, len(sequence.tokens)
+    def _left(self, sequence: Sequence) -> int:
+        """Tokens it is expected to generate yet."""
         left = sequence.left
-        if not sequence.preempted:  # once bitten: the prediction was too low
-            left = self.lengths.predict_left(sequence.generated, left)
-        if memory.pools[group].group.window_tokens:
-            most = memory.blocks_held(group, tokens + left)
-            yield from (Demand(most, 0) for _ in range(1 + sequence.request.unforked))
-            return
-        blocks = blocks_for(tokens, memory.block_tokens)
-        yield Demand(max(0, blocks - sequence.shared), left)
-        yield from (Demand(1, left) for _ in range(sequence.request.unforked))
+        if sequence.preempted:  # once bitten: the prediction was too low
+            return left
+        return self.lengths.predict_left(sequence.generated, left)
 
-    # --- the plan ----------------------------------------------------------------------------
-
-    def _flatten(self, rows: tuple[tuple[Sequence, int], ...]) -> StepPlan:
-        groups = range(len(self.memory.pools))
-        plan = StepPlan(
-            step=self._step,
-            token_ids=[],
-            positions=[],
-            starts=[0],
-            lengths=[],
-            tables=[[] for _ in groups],
-            slots=[[] for _ in groups],
-        )
-        for sequence, count in rows:
-            first, last = sequence.computed, sequence.computed + count
-            plan.token_ids.extend(sequence.tokens[first:last])
-            plan.positions.extend(range(first, last))
-            plan.starts.append(plan.starts[-1] + count)
-            plan.lengths.append(last)
-            plan.copies.extend(sequence.copies)
-            for g in groups:
-                table = sequence.tables[g]
-                plan.tables[g].append(table.copy())
-                plan.slots[g].extend(self._slots(table, first, last))
-            if last == len(sequence.tokens):
-                plan.samples.extend(_sample_rows(sequence, plan.starts[-1] - 1))
-        return plan
-
-    def _slots(self, table: list[int], first: int, last: int) -> Iterator[int]:
-        size = self.memory.block_tokens
-        for position in range(first, last):
-            yield table[position // size] * size + position % size
+    def _demands(self, sequence: Sequence, left: int) -> list[Demand]:
+        """What it and its choices still to fork will occupy in a group without a window."""
+        blocks = -(-len(sequence.tokens) // self.memory.block_tokens) - sequence.shared
+        own = (max(0, blocks), left)
+        unforked = sequence.request.unforked
+        return [own, *[(1, left)] * unforked] if unforked else [own]
 
     # --- conservation ------------------------------------------------------------------------
 
@@ -366,18 +351,6 @@ class Scheduler:
             assert sequence.computed == 0 and not any(sequence.tables)
             assert sequence.hold is None and not sequence.copies
         self.memory.check_integrity(self.running)
-
-
-def _sample_rows(sequence: Sequence, row: int) -> Iterator[SampleRow]:
-    """The draws from a sequence's last row: its own, and the first of every choice to fork."""
-    spec = sequence.request.spec
-    history: tuple[int, ...] = ()
-    output: tuple[int, ...] = ()
-    if spec.sampling.needs_history:
-        history = spec.token_ids[: spec.prompt_tokens]
-        output = tuple(sequence.tokens[spec.prompt_tokens :])
-    choices = [sequence.choice, *range(1, 1 + sequence.request.unforked)]
-    for choice in choices:
-        yield SampleRow(
-            row, sequence.id, choice, sequence.generated, spec.sampling, history, output
-        )
+        self.builder.check_integrity(self.running)
+        for sequence in (*queued, *self.parked.values()):
+            assert sequence.slot < 0

@@ -25,8 +25,10 @@ def _key(sequence: Sequence) -> _Key:
     return True, priority, *sequence.age
 
 
-@dataclass
-class _Tenant:
+@dataclass(slots=True)
+class Tenant:
+    """What one tenant was served, and what of it waits."""
+
     served: int  # tokens
     live: int = 0  # requests anywhere in the engine
     entries: list[tuple[_Key, Sequence]] = field(default_factory=list)
@@ -36,7 +38,7 @@ class WaitingQueue:
     """Sequences in state WAITING. A sequence's key must not change while it is queued."""
 
     def __init__(self) -> None:
-        self._tenants: dict[str, _Tenant] = {}
+        self._tenants: dict[str, Tenant] = {}
         self._floor = 0  # what an idle tenant is lifted to when it comes back: no saved-up turns
         self._count = 0
         self.tokens = 0  # to be computed for all that wait, before any cache hit
@@ -49,15 +51,17 @@ class WaitingQueue:
             for _, sequence in tenant.entries:
                 yield sequence
 
-    def join(self, name: str) -> None:
-        """A request of this tenant entered the engine."""
+    def join(self, name: str) -> Tenant:
+        """A request of this tenant entered the engine; `served` of the answer is to be raised by
+        the tokens that it is served, until it leaves."""
         tenant = self._tenants.get(name)
         self._raise_floor()
         if tenant is None:
-            tenant = self._tenants[name] = _Tenant(self._floor)
+            tenant = self._tenants[name] = Tenant(self._floor)
         elif tenant.live == 0:
             tenant.served = max(tenant.served, self._floor)
         tenant.live += 1
+        return tenant
 
     def leave(self, name: str) -> None:
         """A request of this tenant left the engine. O(1) unless it was the tenant's last."""
@@ -80,10 +84,6 @@ class WaitingQueue:
         for name in idle:
             if self._tenants[name].served <= self._floor or len(idle) > TENANTS_IDLE_MAX:
                 del self._tenants[name]
-
-    def charge(self, name: str, tokens: int) -> None:
-        """`tokens` were served to a tenant with a live request."""
-        self._tenants[name].served += tokens
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; its request must have joined."""

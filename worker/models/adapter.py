@@ -19,7 +19,7 @@ from kernels.attention import AttentionBackend, AttentionBatch, AttentionSpec, P
 from kernels.batch import build_batch
 from kernels.layout import PageLayout
 from kvstore.groups import GroupKind, KVGroup, Representation
-from worker.engine.plan import StepPlan
+from worker.engine.plan import Ints, StepPlan
 from worker.models.adapter_probe import AttentionLayer
 from worker.models.base import ModelSpec
 from worker.models.llama import numeric_class
@@ -217,7 +217,7 @@ class AdaptedModel:
         picked: torch.Tensor = logits if self._keeps_rows else logits[rows]
         return picked.float()
 
-    def _integers(self, values: list[int]) -> torch.Tensor:
+    def _integers(self, values: list[int] | Ints) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
     def read_block(self, group: int, block: int, rank: int = 0) -> bytes:

@@ -99,18 +99,26 @@ def _plan(
     groups: int,
 ) -> StepPlan:
     """(sequence, first, last) rows; sequence s holds blocks s * held and the following."""
-    plan = StepPlan(number, [], [], [0], [], [[] for _ in range(groups)], [[]] * groups)
+    token_ids: list[int] = []
+    positions: list[int] = []
     slots: list[int] = []
+    starts, samples = [0], []
     for s, first, last in work:
         for position in range(first, last):
-            row = len(plan.token_ids)
-            plan.samples.append(SampleRow(row, s, 0, 0, SamplingParams(seed=0, max_tokens=1)))
-            plan.token_ids.append(sequences[s][position])
-            plan.positions.append(position)
+            row = len(token_ids)
+            samples.append(SampleRow(row, s, 0, 0, SamplingParams(seed=0, max_tokens=1)))
+            token_ids.append(sequences[s][position])
+            positions.append(position)
             slots.append(s * held * size + position)
-        plan.starts.append(len(plan.token_ids))
-        plan.lengths.append(last)
-        for tables in plan.tables:
-            tables.append(list(range(s * held, (s + 1) * held)))
-    plan.slots[:] = [slots] * groups
-    return plan
+        starts.append(len(token_ids))
+    tables = [range(s * held, (s + 1) * held) for s, _, _ in work]
+    return StepPlan.of_lists(
+        number,
+        token_ids,
+        positions,
+        starts,
+        lengths=[last for _, _, last in work],
+        tables=[tables] * groups,
+        slots=[slots] * groups,
+        samples=samples,
+    )

@@ -111,7 +111,7 @@ class CompiledModel:
             positions=_ints(plan.positions),
             starts=_ints(plan.starts),
             lengths=_ints(plan.lengths),
-            tables=[_table(tables) for tables in plan.tables],
+            tables=[_ints(table) for table in plan.tables],
             sample_rows=_ints([sample.row for sample in plan.samples]),
         )
 
@@ -141,15 +141,6 @@ class CompiledModel:
 
 def _ints(values: object) -> np.ndarray:
     return np.ascontiguousarray(values, dtype=np.int32)
-
-
-def _table(tables: list[list[int]]) -> np.ndarray:
-    """[S, width], -1 behind a sequence's last block."""
-    width = max(map(len, tables), default=0)
-    padded = np.full((len(tables), width), -1, dtype=np.int32)
-    for row, table in zip(padded, tables, strict=True):
-        row[: len(table)] = table
-    return padded
 
 
 def _layers(

@@ -16,7 +16,7 @@ import torch
 
 from kvstore.groups import DEFAULT_BLOCK_TOKENS, GroupKind, KVGroup, Representation
 from seams.errors import ModelLoadError, OutOfBlocks
-from worker.engine.plan import BlockCopy, StepPlan
+from worker.engine.plan import BlockCopy, Ints, StepPlan
 from worker.models.base import ModelSpec
 
 Bytes = npt.NDArray[np.uint8]
@@ -64,13 +64,13 @@ class _Pool:
         self._bytes: list[Bytes] = [rank.numpy() for rank in self.ranks]
         self._slots: list[Bytes] = [b.reshape(-1, self.slot_bytes) for b in self._bytes]
 
-    def read(self, table: Sequence[int], start: int, stop: int) -> bytes:
+    def read(self, table: Ints, start: int, stop: int) -> bytes:
         """KV of positions start..stop-1; every block they lie in must be present."""
         if start >= stop:
             return b""
         size = self.block_tokens
         first = start // size
-        blocks = table[first : (stop - 1) // size + 1]
+        blocks = table[first : (stop - 1) // size + 1].tolist()
         assert min(blocks) >= 0, "a visible position lies in an absent block"
         assert first + len(blocks) == (stop - 1) // size + 1, "the block table is too short"
         begin, end = start - first * size, stop - first * size
@@ -78,7 +78,7 @@ class _Pool:
         joined = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
         return (joined ^ self.mask if self.mask else joined).tobytes()
 
-    def write(self, slots: list[int], kv: bytes) -> None:
+    def write(self, slots: Ints, kv: bytes) -> None:
         """Store one hash per slot."""
         rows = np.frombuffer(kv, np.uint8).reshape(len(slots), -1)
         masked = rows ^ self.mask if self.mask else rows
@@ -151,6 +151,7 @@ class FakeModel:
         """Copies in order, then all KV through slots, then logits read back through the tables."""
         for copy in plan.copies:
             self._pools[copy.group].copy(copy)
+        assert all(table.flags.c_contiguous for table in plan.tables)
         for s in range(plan.sequences):
             self._compute(plan, s)
         digests = [self._visible_digest(plan, sample.row) for sample in plan.samples]
@@ -161,10 +162,11 @@ class FakeModel:
 
     def _compute(self, plan: StepPlan, s: int) -> None:
         """Write the KV of sequence s's new rows, hashed from what its table shows before them."""
-        begin, end = plan.starts[s], plan.starts[s + 1]
-        first = plan.lengths[s] - (end - begin)
-        assert plan.positions[begin:end] == list(range(first, plan.lengths[s]))
-        ids = plan.token_ids[begin:end]
+        begin, end = int(plan.starts[s]), int(plan.starts[s + 1])
+        last = int(plan.lengths[s])
+        first = last - (end - begin)
+        assert plan.positions[begin:end].tolist() == list(range(first, last))
+        ids = plan.token_ids[begin:end].tolist()
         for g, pool in enumerate(self._pools):
             seen = pool.read(plan.tables[g][s], self._first_visible(pool.group, first), first)
             pool.write(plan.slots[g][begin:end], self._extend(g, seen, first, ids))
@@ -178,7 +180,7 @@ class FakeModel:
     def _visible_digest(self, plan: StepPlan, row: int) -> bytes:
         """Hash of all KV that row sees, own position included, of every group."""
         s = bisect_right(plan.starts, row) - 1
-        position = plan.lengths[s] - (plan.starts[s + 1] - row)
+        position = int(plan.lengths[s]) - (int(plan.starts[s + 1]) - row)
         seen = []
         for g, pool in enumerate(self._pools):
             low = self._first_visible(pool.group, position)

@@ -30,10 +30,11 @@ class _Request:
     ended: set[int]
 
     def spend(self, emission: Emission) -> None:
-        if emission.choice < len(self.left):
-            self.left[emission.choice] -= len(emission.token_ids)
+        choice = emission.choice
+        if choice < len(self.left):
+            self.left[choice] -= len(emission.token_ids)
             if emission.finish is not None:
-                self.ended.add(emission.choice)
+                self.ended.add(choice)
 
     def grant(self, tokens: int) -> None:
         self.left = [left + tokens for left in self.left]
@@ -90,8 +91,9 @@ class Dispatcher:
         """Queue one frame per stream that has emissions in this step."""
         self.step = output.step
         frames: dict[FrameStream, internal_pb2.Frame] = {}
+        requests = self._requests
         for emission in output.emissions:
-            request = self._requests.get(emission.request_id)
+            request = requests.get(emission.request_id)
             if request is None:
                 continue  # its stream has closed or it was ended over its head
             frame = frames.get(request.stream)
@@ -130,6 +132,11 @@ class FrameStream:
         self._wake = asyncio.Event()
         self._ended = False
         self.overflowed = False
+
+    @property
+    def waiting(self) -> int:
+        """Frames that `next` gives without waiting."""
+        return len(self._frames)
 
     def engine_id(self, wire_id: str) -> str:
         """The id under which the engine knows this stream's request."""
