@@ -29,6 +29,13 @@ async def measure(options: argparse.Namespace) -> Report:
     return report
 
 
+def _positive(text: str) -> int:
+    """An argparse type."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
+    return int(text)
+
+
 def parser() -> argparse.ArgumentParser:
     """The options. The API key comes from BANYAN_API_KEY unless given."""
     options = argparse.ArgumentParser(prog="python -m loadtest", description=__doc__)
@@ -36,9 +43,10 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--api-key", default=os.environ.get("BANYAN_API_KEY") or None)
     for name, default in (
         ("users", 16), ("groups", 2), ("turns", 3), ("system-words", 200),
-        ("question-words", 12), ("max-tokens", 32), ("concurrency", 8), ("seed", 1),
+        ("question-words", 12), ("max-tokens", 32), ("concurrency", 8),
     ):  # fmt: skip
-        options.add_argument(f"--{name}", type=int, default=default)
+        options.add_argument(f"--{name}", type=_positive, default=default)
+    options.add_argument("--seed", type=int, default=1)
     options.add_argument("--json", type=Path)
     return options
 

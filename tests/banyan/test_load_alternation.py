@@ -9,6 +9,7 @@ import pytest
 
 from banyan.client import AsyncClient
 from loadtest import closed_loop
+from loadtest.__main__ import parser
 from loadtest.workload import Conversation, shared_prefix_chats
 
 
@@ -36,3 +37,10 @@ def test_parts_alternate(monkeypatch: pytest.MonkeyPatch, users: int, concurrenc
         assert result.wall_s == 2.0 * parts
     assert [no_cache for _, no_cache in ran] == ([True, False, False, True] * parts)[: 2 * parts]
     assert all(ran[i][0] == ran[i + 1][0] for i in range(0, len(ran), 2))
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "x", "1.5"])
+def test_counts_are_at_least_one(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--address", "x", "--concurrency", given])
+    assert "is not a number of 1 or more" in capsys.readouterr().err

@@ -107,7 +107,19 @@ constexpr float LOG2E = 1.44269504088896341f;
 
 inline v16 expv(v16 x) { return exp2v(x * splat(LOG2E)); }
 inline v16 sigmoid(v16 x) { return splat(1.0f) / (splat(1.0f) + expv(-x)); }
-inline v16 tanhv(v16 x) { return splat(1.0f) - splat(2.0f) / (splat(1.0f) + expv(x + x)); }
+
+// Odd, and relative to x where x is small: its series there, else (1 - t) / (1 + t), t = e^(-2|x|).
+inline v16 tanhv(v16 x) {
+  const v16 square = x * x, size = x < v16{} ? -x : x;
+  v16 y = splat(62.0f / 2835);
+  y = fma(y, square, splat(-17.0f / 315));
+  y = fma(y, square, splat(2.0f / 15));
+  y = fma(y, square, splat(-1.0f / 3));
+  const v16 near = fma(y * square, x, x);
+  const v16 t = expv(splat(-2.0f) * size);
+  const v16 far = (splat(1.0f) - t) / (splat(1.0f) + t);
+  return size < splat(0.25f) ? near : (x < v16{} ? -far : far);
+}
 
 inline float to_float(bf16 x) {
   uint32_t bits = (uint32_t)x.bits << 16;
