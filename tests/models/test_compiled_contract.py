@@ -74,7 +74,7 @@ def plan(tables: list[list[int]], ids: list[int], start: int, rows: list[int]) -
     """Compute ids[start:] and sample from `rows`."""
     positions = list(range(start, len(ids)))
     slots = [[table[p // BLOCK] * BLOCK + p % BLOCK for p in positions] for table in tables]
-    return StepPlan(
+    return StepPlan.of_lists(
         step=1,
         token_ids=ids[start:],
         positions=positions,
