@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
 from banyan.events import (
@@ -43,6 +43,8 @@ class Options(TypedDict, total=False):
     seed: int
     n: int
     logprobs: int
+    logit_bias: Mapping[int, float]
+    allowed_token_ids: Sequence[int]
     session: str
     label: str
     no_cache: bool
@@ -63,8 +65,12 @@ def generate_request(prompt: Prompt, **options: Unpack[Options]) -> api_pb2.Gene
         for name in _REQUEST_FIELDS:
             if name in given:
                 setattr(request, name, given.pop(name))
+        bias: Mapping[int, float] = given.pop("logit_bias", {})
+        given["logit_bias"] = [
+            common_pb2.TokenBias(token_id=token, bias=value) for token, value in bias.items()
+        ]
         request.sampling.CopyFrom(common_pb2.Sampling(**given))
-    except (TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise InvalidRequest(f"The request has a field of a wrong kind: {error}") from error
     return request
 

@@ -51,6 +51,10 @@ LIMITS: dict[str, Limit] = {
     "Sampling.seed": NUMBER_ANY,
     "Sampling.n": Limit(0, 64),
     "Sampling.logprobs": Limit(0, 20),
+    "Sampling.logit_bias": Limit(size_max=1024, each=MESSAGE),
+    "Sampling.allowed_token_ids": Limit(size_max=1 << 16, each=Limit(0, TOKEN_ID_MAX)),
+    "TokenBias.token_id": Limit(0, TOKEN_ID_MAX),
+    "TokenBias.bias": Limit(-100.0, 100.0),
     # banyan.v1.GenerateRequest and what it holds
     "ChatMessage.role": Limit(size_max=64),
     "ChatMessage.content": Limit(size_max=4 * 1024 * 1024),

@@ -24,29 +24,31 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61nyan/v1/common.proto\x12\tbanyan.v1\"\xbc\x02\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x12\n\nmax_tokens\x18\x08 \x01(\r\x12\x12\n\nmin_tokens\x18\t \x01(\r\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12\x11\n\x04seed\x18\x0c \x01(\x04H\x00\x88\x01\x01\x12\t\n\x01n\x18\r \x01(\r\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\x01\x88\x01\x01\x42\x07\n\x05_seedB\x0b\n\t_logprobs\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"a\n\x10PositionLogprobs\x12\'\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x17.banyan.v1.TokenLogprob\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.banyan.v1.TokenLogprob\"\xa8\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x03 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x04 \x01(\r\x12\x19\n\x11recomputed_tokens\x18\x05 \x01(\r\x12\x13\n\x0bpreemptions\x18\x06 \x01(\r\x12\r\n\x05moves\x18\x07 \x01(\r\"N\n\x06Status\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x03 \x01(\r\x12\r\n\x05\x65rror\x18\x04 \x01(\t\")\n\x08\x43ostTerm\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"m\n\rCandidateCost\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0f\n\x07total_s\x18\x02 \x01(\x01\x12\"\n\x05terms\x18\x03 \x03(\x0b\x32\x13.banyan.v1.CostTerm\x12\x16\n\x0ematched_tokens\x18\x04 \x01(\r\"\xf8\x01\n\x08\x44\x65\x63ision\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07replica\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x18\n\x10\x61vailable_tokens\x18\x05 \x01(\r\x12\x15\n\rchosen_tokens\x18\x06 \x01(\r\x12\x1d\n\x10\x64\x65livered_tokens\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x0e\n\x06reason\x18\x08 \x01(\t\x12,\n\ncandidates\x18\t \x03(\x0b\x32\x18.banyan.v1.CandidateCostB\x13\n\x11_delivered_tokens*\xb4\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x02\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x03\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x04\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61nyan/v1/common.proto\x12\tbanyan.v1\"\x81\x03\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x12\n\nmax_tokens\x18\x08 \x01(\r\x12\x12\n\nmin_tokens\x18\t \x01(\r\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12\x11\n\x04seed\x18\x0c \x01(\x04H\x00\x88\x01\x01\x12\t\n\x01n\x18\r \x01(\r\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\x01\x88\x01\x01\x12(\n\nlogit_bias\x18\x0f \x03(\x0b\x32\x14.banyan.v1.TokenBias\x12\x19\n\x11\x61llowed_token_ids\x18\x10 \x03(\rB\x07\n\x05_seedB\x0b\n\t_logprobs\"+\n\tTokenBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"a\n\x10PositionLogprobs\x12\'\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x17.banyan.v1.TokenLogprob\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.banyan.v1.TokenLogprob\"\xa8\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x03 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x04 \x01(\r\x12\x19\n\x11recomputed_tokens\x18\x05 \x01(\r\x12\x13\n\x0bpreemptions\x18\x06 \x01(\r\x12\r\n\x05moves\x18\x07 \x01(\r\"N\n\x06Status\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x03 \x01(\r\x12\r\n\x05\x65rror\x18\x04 \x01(\t\")\n\x08\x43ostTerm\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"m\n\rCandidateCost\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0f\n\x07total_s\x18\x02 \x01(\x01\x12\"\n\x05terms\x18\x03 \x03(\x0b\x32\x13.banyan.v1.CostTerm\x12\x16\n\x0ematched_tokens\x18\x04 \x01(\r\"\xf8\x01\n\x08\x44\x65\x63ision\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07replica\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x18\n\x10\x61vailable_tokens\x18\x05 \x01(\r\x12\x15\n\rchosen_tokens\x18\x06 \x01(\r\x12\x1d\n\x10\x64\x65livered_tokens\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x0e\n\x06reason\x18\x08 \x01(\t\x12,\n\ncandidates\x18\t \x03(\x0b\x32\x18.banyan.v1.CandidateCostB\x13\n\x11_delivered_tokens*\xb4\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x02\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x03\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x04\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'banyan.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1163
-  _globals['_FINISHREASON']._serialized_end=1343
+  _globals['_FINISHREASON']._serialized_start=1277
+  _globals['_FINISHREASON']._serialized_end=1457
   _globals['_SAMPLING']._serialized_start=38
-  _globals['_SAMPLING']._serialized_end=354
-  _globals['_TOKENLOGPROB']._serialized_start=356
-  _globals['_TOKENLOGPROB']._serialized_end=405
-  _globals['_POSITIONLOGPROBS']._serialized_start=407
-  _globals['_POSITIONLOGPROBS']._serialized_end=504
-  _globals['_USAGE']._serialized_start=507
-  _globals['_USAGE']._serialized_end=675
-  _globals['_STATUS']._serialized_start=677
-  _globals['_STATUS']._serialized_end=755
-  _globals['_COSTTERM']._serialized_start=757
-  _globals['_COSTTERM']._serialized_end=798
-  _globals['_CANDIDATECOST']._serialized_start=800
-  _globals['_CANDIDATECOST']._serialized_end=909
-  _globals['_DECISION']._serialized_start=912
-  _globals['_DECISION']._serialized_end=1160
+  _globals['_SAMPLING']._serialized_end=423
+  _globals['_TOKENBIAS']._serialized_start=425
+  _globals['_TOKENBIAS']._serialized_end=468
+  _globals['_TOKENLOGPROB']._serialized_start=470
+  _globals['_TOKENLOGPROB']._serialized_end=519
+  _globals['_POSITIONLOGPROBS']._serialized_start=521
+  _globals['_POSITIONLOGPROBS']._serialized_end=618
+  _globals['_USAGE']._serialized_start=621
+  _globals['_USAGE']._serialized_end=789
+  _globals['_STATUS']._serialized_start=791
+  _globals['_STATUS']._serialized_end=869
+  _globals['_COSTTERM']._serialized_start=871
+  _globals['_COSTTERM']._serialized_end=912
+  _globals['_CANDIDATECOST']._serialized_start=914
+  _globals['_CANDIDATECOST']._serialized_end=1023
+  _globals['_DECISION']._serialized_start=1026
+  _globals['_DECISION']._serialized_end=1274
 # @@protoc_insertion_point(module_scope)

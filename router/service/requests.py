@@ -101,6 +101,16 @@ def _new_text(
     return lambda: ChoiceText(text.detokenizer(context), stops, min_tokens)
 
 
+def _check_choice(sampling: common_pb2.Sampling, vocab_tokens: int) -> None:
+    """Raises InvalidRequest for a bias or an allowed token that the model has no token for."""
+    biased = [entry.token_id for entry in sampling.logit_bias]
+    if len(set(biased)) < len(biased):
+        raise InvalidRequest("Sampling.logit_bias names a token id twice.")
+    for name, ids in (("logit_bias", biased), ("allowed_token_ids", sampling.allowed_token_ids)):
+        if ids and max(ids) >= vocab_tokens:
+            raise InvalidRequest(f"Sampling.{name} has an id outside the model's vocabulary.")
+
+
 def build_spec(
     request: api_pb2.GenerateRequest,
     prompt: list[int],
@@ -115,6 +125,7 @@ def build_spec(
         raise InvalidRequest("The prompt is empty.")
     if max(max(prompt), max(emitted, default=0)) >= model.vocab_tokens:
         raise InvalidRequest(f"A token id is outside the vocabulary of {model.vocab_tokens}.")
+    _check_choice(request.sampling, model.vocab_tokens)
     sampling = _resolved(request, len(prompt), model.context_tokens, minted.seed)
     if len(emitted) > sampling.max_tokens:
         raise InvalidRequest("Resume.token_ids has more ids than Sampling.max_tokens.")

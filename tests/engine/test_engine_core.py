@@ -40,6 +40,15 @@ REFUSED: list[tuple[str, EngineRequest, type[BanyanError]]] = [
     ("several resumed", request("a", tokens(3), prompt_tokens=2, n=2), InvalidRequest),
     ("token beyond the vocabulary", request("a", (1, 256)), InvalidRequest),
     ("negative token", request("a", (1, -1)), InvalidRequest),
+    ("bias beyond the vocabulary", request("a", (1,), logit_bias=((256, 1.0),)), InvalidRequest),
+    ("bias twice", request("a", (1,), logit_bias=((5, 1.0), (5, 2.0))), InvalidRequest),
+    ("allowed beyond the vocabulary", request("a", (1,), allowed_token_ids=(256,)), InvalidRequest),
+    ("negative allowed", request("a", (1,), allowed_token_ids=(-1, 3)), InvalidRequest),
+    (
+        "nothing allowed before min_tokens",
+        request("a", (1,), allowed_token_ids=(255,), min_tokens=2, ignore_eos=False),
+        InvalidRequest,
+    ),
     ("context", request("a", tokens(505), max_tokens=8), PromptTooLong),
     ("pool", request("a", tokens(101)), OutOfBlocks),
 ]
@@ -57,6 +66,15 @@ def test_refusals_are_one_emission(what: str, spec: EngineRequest, kind: type[Ba
     assert last.error.message.endswith(".") and last.token_ids == ()
     assert rig.usage("a").prompt_tokens == 0
     rig.assert_exact("other")
+
+
+def test_bias_and_allowed_tokens_reach_the_sampler() -> None:
+    rig = Rig()
+    rig.submit(request("forced", tokens(9), max_tokens=6, logit_bias=((77, 100.0),)))
+    rig.submit(request("allowed", tokens(9, 1), max_tokens=30, allowed_token_ids=(5, 6, 7)))
+    rig.run()
+    assert rig.output("forced") == [77] * 6
+    assert set(rig.output("allowed")) == {5, 6, 7}
 
 
 def test_the_longest_prompt_is_not_refused() -> None:

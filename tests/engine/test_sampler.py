@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from worker.engine import sampler
 from worker.engine.plan import SampleRow
@@ -52,6 +54,10 @@ def oracle(logits: torch.Tensor, r: SampleRow) -> np.ndarray[Any, Any]:
     """Exact probabilities of one row, step by step, in float64; written from the definition."""
     p = r.params
     scores = logits.double().numpy().copy()
+    if p.allowed_token_ids:
+        for token in range(len(scores)):
+            if token not in p.allowed_token_ids:
+                scores[token] = -math.inf
     if r.position < p.min_tokens:
         for token in set(p.stop_token_ids) | (set() if p.ignore_eos else set(EOS)):
             scores[token] = -math.inf
@@ -65,6 +71,8 @@ def oracle(logits: torch.Tensor, r: SampleRow) -> np.ndarray[Any, Any]:
         scores[token] -= p.frequency_penalty
     for token in set(r.output):
         scores[token] -= p.presence_penalty
+    for token, bias in p.logit_bias:
+        scores[token] += bias
     weights = np.exp((scores - scores.max()) / p.temperature)
     keep = set(range(len(weights)))
     if p.top_k:
@@ -103,6 +111,16 @@ CASES: dict[str, dict[str, Any]] = {
     "frequency": {"frequency_penalty": 0.9},
     "min_tokens": {"min_tokens": 50, "stop_token_ids": frozenset({5, 9})},
     "min_tokens_ignore_eos": {"min_tokens": 50, "ignore_eos": True, "stop_token_ids": {5}},
+    "bias": {"logit_bias": ((3, 4.5), (0, -100.0), (96, 2.0))},
+    "allowed": {"allowed_token_ids": (1, 2, 30, 31, 50, 96)},
+    "one_allowed": {"allowed_token_ids": (7,)},
+    "allowed_and_min_tokens": {"allowed_token_ids": (2, 5, 40), "min_tokens": 50},
+    "allowed_and_more": {
+        "allowed_token_ids": (1, 2, 7, 11, 13, 17, 96),
+        "logit_bias": ((7, 1.5), (8, 50.0)),
+        "frequency_penalty": 0.7,
+        "top_p": 0.9,
+    },
     "all": {
         "temperature": 1.3,
         "top_k": 40,
@@ -269,6 +287,82 @@ def test_more_kept_than_the_first_look_shows(name: str, ties: bool) -> None:
         probabilities = oracle(logits[i], rows[i])
         assert result.token_id == expected_token(probabilities, uniform(seed, 0, i)), f"row {i}"
         assert ties or probabilities[result.token_id] > 0
+
+
+@st.composite
+def any_params(draw: st.DrawFn) -> dict[str, Any]:
+    """Any mix of what a request may ask, over a vocabulary of 40."""
+    ids = st.integers(0, 39)
+    tenths = st.integers(-30, 30).map(lambda n: n / 10)
+    made = {
+        "temperature": draw(st.sampled_from([0.5, 1.0, 2.0])),
+        "top_k": draw(st.sampled_from([0, 0, 1, 5, 39, 400])),
+        "top_p": draw(st.sampled_from([1.0, 1.0, 0.3, 0.9])),
+        "min_p": draw(st.sampled_from([0.0, 0.0, 0.05])),
+        "repetition_penalty": draw(st.sampled_from([1.0, 0.5, 1.5])),
+        "presence_penalty": draw(st.sampled_from([0.0, 0.5, -1.0])),
+        "frequency_penalty": draw(st.sampled_from([0.0, 0.25, -0.5])),
+        "min_tokens": draw(st.sampled_from([0, 9])),
+        "stop_token_ids": draw(st.frozensets(ids, max_size=3)),
+        "logit_bias": tuple(draw(st.dictionaries(ids, tenths, max_size=6)).items()),
+        "allowed_token_ids": tuple(sorted(draw(st.sets(ids, max_size=8)))),
+    }
+    ends = made["stop_token_ids"] | set(EOS)
+    assume(not (made["allowed_token_ids"] and ends.issuperset(made["allowed_token_ids"])))
+    return made
+
+
+@given(st.lists(any_params(), min_size=1, max_size=8), st.integers(0, 1 << 32))
+def test_any_mix_equals_the_slow_oracle_whatever_the_batch(
+    params: list[dict[str, Any]], seed: int
+) -> None:
+    logits = random_logits(seed, len(params), 40)
+    rng = np.random.default_rng(seed)
+    rows = [
+        row(
+            sequence=i,
+            position=i,
+            seed=seed,
+            history=tuple(rng.integers(0, 40, i).tolist()),
+            output=tuple(rng.integers(0, 40, 5).tolist()),
+            **mine,
+        )
+        for i, mine in enumerate(params)
+    ]
+    rows.append(row(sequence=len(rows)))  # a greedy mate without any wish
+    logits = torch.cat([logits, logits[:1]])
+    for i, result in enumerate(sample(logits, rows, EOS)[:-1]):
+        probabilities = oracle(logits[i], rows[i])
+        cumulative = probabilities.cumsum()
+        u = uniform(seed, 0, i)
+        assume(np.abs(cumulative - u).min() > 1e-6)  # float32 and float64 may round apart there
+        assert result.token_id == expected_token(probabilities, u), f"row {i}"
+
+
+def test_a_bias_bans_and_forces_and_only_allowed_tokens_come() -> None:
+    count, vocab = 300, 50
+    logits = random_logits(8, count, vocab)
+    allowed = (4, 9, 33)
+    kinds: dict[str, dict[str, Any]] = {
+        "ban": {"logit_bias": ((int(logits[0].argmax()), -100.0),)},
+        "force": {"logit_bias": ((12, 100.0),), "repetition_penalty": 2.0, "output": (12,) * 9},
+        "allow": {"allowed_token_ids": allowed},
+    }
+    for temperature in (0.0, 1.0):
+        drawn = {
+            kind: {
+                s.token_id
+                for s in sample(
+                    logits[:1].expand(count, -1),
+                    [row(position=i, temperature=temperature, **mine) for i in range(count)],
+                    EOS,
+                )
+            }
+            for kind, mine in kinds.items()
+        }
+        assert int(logits[0].argmax()) not in drawn["ban"]
+        assert drawn["force"] == {12}
+        assert drawn["allow"] <= set(allowed) and (temperature == 0 or len(drawn["allow"]) > 1)
 
 
 def test_logits_are_not_changed() -> None:

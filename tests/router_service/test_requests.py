@@ -49,6 +49,10 @@ def _bad_requests() -> dict[str, api_pb2.GenerateRequest]:
         ),
         "prompt as long as the context": REQUEST(text="x" * 2048),
         "output past the context": prompt("x" * 2040, max_tokens=9),
+        "bias outside the vocabulary": prompt(logit_bias=[common_pb2.TokenBias(token_id=300)]),
+        "bias given twice": prompt(logit_bias=[common_pb2.TokenBias(token_id=3)] * 2),
+        "bias out of bounds": prompt(logit_bias=[common_pb2.TokenBias(token_id=3, bias=101)]),
+        "allowed outside the vocabulary": prompt(allowed_token_ids=[3, 300]),
         "not a number": prompt(temperature=float("nan")),
         "infinite": prompt(temperature=float("inf")),
     }

@@ -62,6 +62,8 @@ def test_every_field_arrives() -> None:
         "ignore_eos": True,
         "n": 2,
         "logprobs": 0,
+        "logit_bias": [{"token_id": 7, "bias": -2.5}, {"token_id": 3, "bias": 100.0}],
+        "allowed_token_ids": [9, 7, 9],
     }
     request = convert.submitted(
         submit(
@@ -87,6 +89,7 @@ def test_every_field_arrives() -> None:
     assert (params.repetition_penalty, params.presence_penalty) == (1.5, -1.0)
     assert (params.frequency_penalty, params.min_tokens, params.ignore_eos) == (2.0, 2, True)
     assert params.stop_token_ids == frozenset({4, 5})
+    assert params.logit_bias == ((7, -2.5), (3, 100.0)) and params.allowed_token_ids == (7, 9)
 
 
 def test_unset_means_the_named_default() -> None:
@@ -117,6 +120,11 @@ REFUSED: list[tuple[dict[str, Any], type[BanyanError], str]] = [
     ({"sampling": {"min_p": float("inf")}}, InvalidRequest, "Sampling.min_p"),
     ({"sampling": {"logprobs": 21}}, InvalidRequest, "Sampling.logprobs"),
     ({"sampling": {"stop_token_ids": [1] * 257}}, InvalidRequest, "Sampling.stop_token_ids"),
+    ({"sampling": {"logit_bias": [{}] * 1025}}, InvalidRequest, "Sampling.logit_bias"),
+    ({"sampling": {"logit_bias": [{"bias": 100.5}]}}, InvalidRequest, "TokenBias.bias"),
+    ({"sampling": {"logit_bias": [{"bias": float("nan")}]}}, InvalidRequest, "TokenBias.bias"),
+    ({"sampling": {"logit_bias": [{"token_id": 1 << 31}]}}, InvalidRequest, "TokenBias.token_id"),
+    ({"sampling": {"allowed_token_ids": [1] * 65537}}, InvalidRequest, "Sampling.allowed_token_id"),
     ({"priority": 1001}, InvalidRequest, "Submit.priority"),
     ({"tenant": "t" * 257}, InvalidRequest, "Submit.tenant"),
     ({"salt": bytes(65)}, InvalidRequest, "Submit.salt"),

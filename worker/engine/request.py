@@ -173,6 +173,20 @@ def validate(spec: EngineRequest, model: ModelSpec) -> None:
         raise InvalidRequest("A token id is outside the model's vocabulary.")
     if not 0 <= spec.adapter <= len(model.adapters):
         raise InvalidRequest("The model has no adapter of this number.")
+    _validate_choice(sampling, model)
+
+
+def _validate_choice(sampling: SamplingParams, model: ModelSpec) -> None:
+    """That bias and allowed tokens name tokens of the model, and leave one to be chosen."""
+    biased, allowed = [token for token, _ in sampling.logit_bias], sampling.allowed_token_ids
+    if len(set(biased)) < len(biased):
+        raise InvalidRequest("Sampling.logit_bias names a token id twice.")
+    for name, ids in (("logit_bias", biased), ("allowed_token_ids", allowed)):
+        if ids and not (min(ids) >= 0 and max(ids) < model.vocab_tokens):
+            raise InvalidRequest(f"Sampling.{name} has an id outside the model's vocabulary.")
+    ends = ends_of(sampling, model.eos_token_ids)
+    if allowed and sampling.min_tokens > 0 and ends.issuperset(allowed):
+        raise InvalidRequest("Sampling.min_tokens forbids all of Sampling.allowed_token_ids.")
 
 
 def ends_of(sampling: SamplingParams, eos_token_ids: tuple[int, ...]) -> frozenset[int]:

@@ -59,6 +59,8 @@ def sampling_params(
         ignore_eos=sampling.ignore_eos,
         n=sampling.n or 1,
         logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+        logit_bias=tuple((entry.token_id, entry.bias) for entry in sampling.logit_bias),
+        allowed_token_ids=tuple(sorted(set(sampling.allowed_token_ids))),
     )
 
 
