@@ -16,7 +16,8 @@ from typing import Any
 @dataclass(frozen=True)
 class Row:
     """One measured figure. `name` is unique in a report; `against` names a peer or physical limit
-    measured in the same run; `others` holds further peers."""
+    measured in the same run; `others` holds all peers. `foreign` is the share of the machine's CPU
+    time that others took meanwhile, None where it was not watched."""
 
     name: str
     value: float
@@ -25,6 +26,7 @@ class Row:
     against: str = ""
     against_value: float | None = None
     others: dict[str, float] = field(default_factory=dict)
+    foreign: float | None = None
 
     @property
     def ratio(self) -> float | None:
@@ -44,6 +46,7 @@ class Row:
             "against_value": self.against_value,
             "ratio": self.ratio,
             "others": self.others,
+            "foreign": self.foreign,
         }
 
 
@@ -82,12 +85,19 @@ class Report:
 
     def table(self) -> str:
         """The rows as aligned text."""
-        lines = [("name", "value", "unit", "samples", "against", "its value", "ratio")]
+        peers = list(dict.fromkeys(p for r in self.rows for p in r.others if p != r.against))
+        watched = any(row.foreign is not None for row in self.rows)
+        fixed = ("name", "value", "unit", "samples", "against", "its value", "ratio")
+        lines = [(*fixed, *peers, *(["foreign"] if watched else []))]
         for row in self.rows:
             ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
             other = "" if row.against_value is None else f"{row.against_value:.4g}"
             value = f"{row.value:.4g}"
-            lines.append((row.name, value, row.unit, str(row.samples), row.against, other, ratio))
+            cells = [row.name, value, row.unit, str(row.samples), row.against, other, ratio]
+            cells += [f"{row.others[peer]:.4g}" if peer in row.others else "" for peer in peers]
+            if watched:
+                cells.append("" if row.foreign is None else f"{row.foreign:.0%}")
+            lines.append(tuple(cells))
         widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
         return "\n".join(
             "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()

@@ -1,126 +1,34 @@
-"""`python -m worker.bench`: the engine end to end on a real model, beside what the memory allows.
+"""`python -m worker.bench`: the engine end to end, beside other engines and what memory allows.
 
-Rows: decode_b{1,8,32} (one step), prefill_512, ttft_cached_1892, start_ready, overhead_b{1,32} (the
-engine around a model that costs nothing), kv_waste and requests_fit (paged against contiguous).
+Without --model only what needs none: kv_waste, requests_fit (paged against contiguous) and the
+engine's own overhead. With it: a decode step, prefill, TTFT on a cached prefix, a whole run,
+start-up, resident memory; --peers gives the same prompts to other engines in turns.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
 import sys
-import time
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 
-import torch
+from seams.bench import Report, Row
+from seams.errors import BanyanError, InvalidRequest
+from worker import overhead, waste
+from worker.models.load import FAKE
+from worker.peers.process import CASE_TIMEOUT_S, Command
+from worker.peers.protocol import Settings
+from worker.peers.turns import Turns
+from worker.peers.workloads import workloads
+from worker.service.settings import thread_count
 
-from seams.bench import Report, Row, median
-from seams.clock import SystemClock
-from seams.errors import BanyanError
-from worker import waste
-from worker.config import EngineConfig, ReplicaConfig
-from worker.engine.core import EngineCore
-from worker.engine.messages import EngineRequest
-from worker.engine.sampling import SamplingParams
-from worker.models.base import Model
-from worker.models.load import load_model, plan_blocks
-
-READ_BYTES = 256 << 20  # about what one step of the demo model reads
-
-_names = count()
-
-
-def _prompts(tokens: int, seed: int) -> Iterator[tuple[int, ...]]:
-    rng = random.Random(seed)
-    while True:
-        yield tuple(rng.randrange(1000, 40000) for _ in range(tokens))
-
-
-def _submit(core: EngineCore, prompt: tuple[int, ...], output: int) -> None:
-    params = SamplingParams(seed=0, max_tokens=output, ignore_eos=True)
-    core.submit(EngineRequest(f"bench-{next(_names)}", prompt, len(prompt), params))
-
-
-def _drain(core: EngineCore) -> list[float]:
-    """Seconds of every step until nothing is left."""
-    times = []
-    while core.has_work():
-        begin = time.perf_counter()
-        core.step()
-        times.append(time.perf_counter() - begin)
-    return times
-
-
-def _read_times(reads: int = 5) -> list[float]:
-    """Seconds of reading READ_BYTES with torch's threads, as a decode step reads its weights."""
-    source = torch.ones(READ_BYTES // 8, dtype=torch.int64)
-    times = []
-    for _ in range(reads):
-        begin = time.perf_counter()
-        source.sum()
-        times.append(time.perf_counter() - begin)
-    return times
-
-
-def decode_row(core: EngineCore, batch: int, steps: int, weight_bytes: int) -> Row:
-    """One decode step of `batch` short sequences, against one read of the weights.
-
-    The memory is timed right before and right after the steps: both medians are of one moment.
-    """
-    prompts = _prompts(24, seed=batch)
-    for _ in range(batch):
-        _submit(core, next(prompts), steps + 1)
-    reads = _read_times()
-    times = _drain(core)[-steps:]
-    reads += _read_times()
-    floor_s = median(reads) * weight_bytes / READ_BYTES
-    return Row(f"decode_b{batch}", median(times) * 1e3, "ms", len(times), "read weights once",
-               floor_s * 1e3)  # fmt: skip
-
-
-def prefill_rows(core: EngineCore, rounds: int) -> list[Row]:
-    """512 new tokens; and 108 new ones behind 1,892 cached, against computing all 2,000."""
-    fresh = _prompts(512, seed=512)
-    whole: list[float] = []
-    for _ in range(rounds):
-        _submit(core, next(fresh), 1)
-        whole.append(sum(_drain(core)))
-    prefix, tails, others = next(_prompts(1892, seed=3)), _prompts(108, seed=4), _prompts(2000, 5)
-    _submit(core, prefix, 1)
-    _drain(core)
-    cached, cold = [], []
-    for _ in range(rounds):
-        _submit(core, (*prefix, *next(tails)), 1)
-        cached.append(sum(_drain(core)))
-        _submit(core, next(others), 1)
-        cold.append(sum(_drain(core)))
-    return [
-        Row("prefill_512", median(whole) * 1e3, "ms", rounds),
-        Row("ttft_cached_1892", median(cached) * 1e3, "ms", rounds, "all 2000 computed",
-            median(cold) * 1e3),
-    ]  # fmt: skip
-
-
-def overhead_row(batch: int, steps: int) -> Row:
-    """CPU time of a step around FakeModel: scheduling, plan, sampling, and FakeModel's own work."""
-    from worker.models.fake import fake_model
-
-    core = EngineCore(
-        fake_model("full", context_tokens=4096),
-        EngineConfig(blocks=(batch * 64,), running_max=batch),
-        SystemClock(),
-    )
-    prompts = _prompts(16, seed=batch)
-    for _ in range(batch):
-        _submit(core, tuple(t % 60 for t in next(prompts)), steps)
-    times = []
-    while core.has_work():
-        begin = time.process_time()
-        core.step()
-        times.append(time.process_time() - begin)
-    return Row(f"overhead_b{batch}", median(times) * 1e6, "us", len(times))
+OURS = "banyan"
+PEERS = {
+    "vllm-cpu": "worker.peers.vllm_cpu",
+    "llama.cpp": "worker.peers.llama_cpp",
+    "transformers": "worker.peers.hf",
+}
+DTYPES = ("auto", "bf16", "fp16", "fp32")
 
 
 def waste_rows() -> list[Row]:
@@ -132,42 +40,85 @@ def waste_rows() -> list[Row]:
     ]
 
 
+def peer_commands(text: str, settings: Settings) -> list[Command]:
+    """NAME[=PYTHON[:ARGUMENT]],... Raises InvalidRequest for a peer that is not known."""
+    commands = []
+    for part in filter(None, text.split(",")):
+        name, _, rest = part.partition("=")
+        if name not in PEERS:
+            raise InvalidRequest(f"There is no peer {name}; there are {', '.join(PEERS)}.")
+        python, _, extra = rest.partition(":")
+        own: Settings = {**settings, "extra": extra}
+        commands.append(Command(name, python or sys.executable, PEERS[name], own))
+    return commands
+
+
 def model_rows(options: argparse.Namespace) -> Iterator[Row]:
-    """Everything that needs the real model; minutes on a CPU. Raises ModelLoadError."""
-    begin = time.perf_counter()
-    config = ReplicaConfig("bench", options.model, "bench", (), "", dtype=options.dtype)
-    model: Model = load_model(config)
-    engine = EngineConfig(blocks=plan_blocks(config, model.spec), step_tokens_max=2048)
-    core = EngineCore(model, engine, SystemClock())
-    started = time.perf_counter() - begin
-    stored = sum(p.stat().st_size for p in Path(options.model).glob("*.safetensors"))
-    wider = 2 if model.spec.representation.dtype == "fp32" else 1  # checkpoints are 16 bits wide
-    yield Row("start_ready", started, "s", 1)
-    yield from (decode_row(core, batch, options.steps, stored * wider) for batch in (1, 8, 32))
-    yield from prefill_rows(core, options.rounds)
+    """Everything that needs a model; minutes on a CPU. Raises BanyanError if ours fails."""
+    fake = options.model.startswith(FAKE)
+    settings: Settings = {
+        "model": options.model if fake else str(Path(options.model).expanduser().resolve()),
+        "dtype": options.dtype,
+        "threads": thread_count(options.threads),
+        "pool_gib": options.pool_gib,
+        "extra": "",
+    }
+    peers = peer_commands(options.peers, settings)
+    with Turns(Command(OURS, sys.executable, "worker.peers.ours", settings), peers,
+               options.rounds, case_timeout_s=options.timeout_s) as turns:  # fmt: skip
+        yield from turns.start()
+        _tell(", ".join(f"{name} {version}" for name, version in turns.versions().items()))
+        turns.warm_up()
+        for workload in workloads(options.steps):
+            if not options.only or workload.name in options.only.split(","):
+                yield from turns.measure(workload)
+        for failure in turns.failures:
+            _tell(f"left out: {failure}")
 
 
 def _all_rows(options: argparse.Namespace) -> Iterator[Row]:
     yield from waste_rows()
-    yield from (overhead_row(batch, options.steps) for batch in (1, 32))
+    yield from overhead.overhead_rows(options.steps)
     if options.model:
         yield from model_rows(options)
 
 
-def main() -> None:
-    """Print the table; `--json FILE` writes it too; without `--model` only what needs no model."""
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _spoken(row: Row) -> str:
+    others = "".join(f", {name} {value:.4g}" for name, value in row.others.items())
+    foreign = "" if row.foreign is None else f" (foreign CPU {row.foreign:.0%})"
+    return f"{row.name}: {row.value:.4g} {row.unit}{others}{foreign}"
+
+
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m worker.bench", description=__doc__)
     parser.add_argument("--model", help="a local model folder")
-    parser.add_argument("--dtype", default="bf16", help="of the real model; default %(default)s")
-    parser.add_argument("--steps", type=int, default=32, help="decode steps a row")
-    parser.add_argument("--rounds", type=int, default=3, help="repeats of a prefill row")
+    parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="default %(default)s")
+    parser.add_argument("--threads", type=int, default=0, help="of every engine; 0 = all cores")
+    parser.add_argument("--pool-gib", type=float, default=1.0, help="KV memory of an engine")
+    parser.add_argument("--steps", type=int, default=32, help="decode steps a round")
+    parser.add_argument("--rounds", type=int, default=3, help="turns per row; half for long ones")
+    parser.add_argument("--timeout-s", type=float, default=CASE_TIMEOUT_S, help="of one turn")
+    parser.add_argument("--only", default="", help="these rows of the model's, with commas")
+    parser.add_argument(
+        "--peers", default="", metavar="NAME[=PYTHON[:FILE]],...",
+        help=f"{', '.join(PEERS)}; PYTHON is the interpreter that has it, FILE llama.cpp's GGUF",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, help="write the rows to this file too")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Print the table; `--json FILE` writes it too."""
+    options = _options()
     report = Report()
     try:
         for row in _all_rows(options):
             report.add(row)
-            print(f"{row.name}: {row.value:.4g} {row.unit}", file=sys.stderr, flush=True)
+            _tell(_spoken(row))
     except BanyanError as error:
         sys.exit(f"error: {error.message}")
     report.show(options.json)

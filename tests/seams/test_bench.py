@@ -18,9 +18,20 @@ def test_json_has_the_documented_shape(tmp_path: Path, capsys: pytest.CaptureFix
     assert written["rows"][0] == {
         "name": "decode_b1", "value": 10.0, "unit": "ms", "samples": 5, "against": "floor",
         "against_value": 8.0, "ratio": 1.25, "others": {"peer": 20.0},
+        "foreign": None,
     }  # fmt: skip
     assert written["rows"][1]["ratio"] is None
     assert "1.250" in capsys.readouterr().out
+
+
+def test_the_table_has_a_column_for_every_peer_and_for_others_load() -> None:
+    report = Report("x")
+    report.add(Row("decode_b1", 10, "ms", 5, "one", 8.0, {"one": 8.0, "two": 21.5}, 0.25))
+    report.add(Row("alone", 1, "s", 1))
+    head, decode, alone = (line.split() for line in report.table().splitlines())
+    assert head[-2:] == ["two", "foreign"] and decode[-2:] == ["21.5", "25%"]
+    assert alone == ["alone", "1", "s", "1"]
+    assert report.as_json()["rows"][0]["foreign"] == 0.25
 
 
 def test_names_are_unique() -> None:

@@ -1,0 +1,1 @@
+"""Engines measured beside ours, each in a process and an interpreter of its own."""
