@@ -54,7 +54,9 @@ def main_options(
 
 @app.command()
 def up(
-    model: Annotated[str, typer.Option(help="demo, a folder, or a Hugging Face id.")] = "demo",
+    model: Annotated[
+        str, typer.Option(help="demo, a folder, a GGUF file, or a Hugging Face id.")
+    ] = "demo",
     replicas: Annotated[int, typer.Option(help="How many replicas.")] = 1,
     routers: Annotated[int, typer.Option(help="How many routers.")] = 1,
     listen: Annotated[
@@ -72,6 +74,10 @@ def up(
     ray_address: Annotated[
         str, typer.Option(help="Join this Ray cluster (its token in RAY_AUTH_TOKEN).")
     ] = "",
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=FOLDER of a LoRA adapter, served as MODEL:NAME; repeatable."),
+    ] = None,
     api_keys: Annotated[str, typer.Option(help="JSON file of API keys and their tenants.")] = "",
     timeout_s: Annotated[float, typer.Option(help="Give up after this many seconds.")] = 300.0,
     json_output: Json = False,
@@ -86,6 +92,7 @@ def up(
         context_tokens=context_tokens,
         ray_address=ray_address, timeout_s=timeout_s,
         api_keys=read_api_keys(Path(api_keys)) if api_keys else {},
+        adapters=tuple(adapter or ()),
     )  # fmt: skip
     clusters.up(spec, json_output=json_output)
 

@@ -22,7 +22,14 @@ import psutil
 from banyan.cluster import processes, ray_head, state, stop
 from banyan.cluster.interrupts import held_back
 from banyan.cluster.processes import Process
-from banyan.cluster.spec import ClusterSpec, check, cores, router_addresses, uses_gpu
+from banyan.cluster.spec import (
+    ClusterSpec,
+    adapter_folders,
+    check,
+    cores,
+    router_addresses,
+    uses_gpu,
+)
 from banyan.cluster.state import ClusterRecord, RayRecord, RouterRecord
 from banyan.home import locked, private_folder, write_private
 from banyan.models import resolve_model, served_name
@@ -228,6 +235,7 @@ def _orders(launch: _Launch) -> list[dict[str, Any]]:
             threads=threads,
             pool_gib=_pool_gib(spec),
             context_tokens=spec.context_tokens,
+            adapters=adapter_folders(spec.adapters),
             progress_file=str(_progress_file(launch, name)),
         )
         for name in launch.record.replicas

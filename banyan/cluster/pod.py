@@ -40,6 +40,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--pool-gib", type=float)
     parser.add_argument("--grace-s", type=float, default=60.0)
+    parser.add_argument("--adapter", action="append", default=[], help="NAME=FOLDER; repeatable")
     return parser.parse_args(arguments)
 
 
@@ -59,6 +60,7 @@ def replica_config(options: argparse.Namespace, model: str) -> ReplicaConfig:
         threads=options.threads,
         pool_gib=options.pool_gib,
         context_tokens=options.context_tokens,
+        adapters=tuple(options.adapter),
     )
 
 

@@ -33,6 +33,7 @@ class ClusterSpec:
     ray_address: str = ""
     timeout_s: float = 300.0
     api_keys: dict[str, str] = field(default_factory=dict)  # key -> tenant; empty: no keys
+    adapters: tuple[str, ...] = ()  # NAME=FOLDER each; clients ask for MODEL:NAME
 
 
 def read_api_keys(path: Path) -> dict[str, str]:
@@ -77,6 +78,20 @@ def _check_free(address: str) -> None:
         raise LaunchError(f"Cannot listen on {address}: it {reason}.") from error
 
 
+def adapter_folders(adapters: tuple[str, ...]) -> tuple[str, ...]:
+    """NAME=FOLDER texts with whole paths: replicas run elsewhere. Raises LaunchError."""
+    found = []
+    for text in adapters:
+        name, equals, given = text.partition("=")
+        folder = Path(given).expanduser()
+        if not (name and equals and given):
+            raise LaunchError(f"--adapter {text} is no NAME=FOLDER.")
+        if not (folder / "adapter_config.json").is_file():
+            raise LaunchError(f"--adapter {name}: {given} holds no adapter_config.json.")
+        found.append(f"{name}={folder.resolve()}")
+    return tuple(found)
+
+
 def cores() -> int:
     """The cores this process may use."""
     return len(os.sched_getaffinity(0))
@@ -103,6 +118,7 @@ def check(spec: ClusterSpec) -> None:
         raise LaunchError("--compute must be auto, compiled or torch.")
     if spec.pool_gib is not None and not 0 < spec.pool_gib < math.inf:
         raise LaunchError("--pool-gib must be more than 0.")
+    adapter_folders(spec.adapters)
     if spec.context_tokens < 0:
         raise LaunchError("--context-tokens must not be negative.")
     if not spec.timeout_s > 0:  # nan too; inf is no limit

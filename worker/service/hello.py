@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from banyan.v1 import internal_pb2
 from kvstore.groups import KVGroup
@@ -12,7 +12,7 @@ from kvstore.keys import ChainSpec, RootId, chain, root
 from seams.rng import Rng
 from seams.textfiles import template_fingerprint, tokenizer_fingerprint
 from worker.config import ReplicaConfig
-from worker.models.base import ModelSpec
+from worker.models.base import AdapterSpec, ModelSpec
 from worker.service.convert import ServedRoot
 
 PROTOCOL = 1
@@ -20,12 +20,35 @@ PROBE_BLOCKS = 3
 SALT_BYTES = 32
 
 
-def served_root(spec: ModelSpec, context_tokens: int) -> ServedRoot:
-    """The base model as requests name it; `context_tokens` 0 means the model's own."""
-    return ServedRoot(
-        root_id=root(spec.fingerprint, "", spec.block_tokens),
-        context_tokens=min(context_tokens or spec.context_tokens, spec.context_tokens),
+def served_roots(spec: ModelSpec, context_tokens: int) -> tuple[ServedRoot, ...]:
+    """The base model and its adapters in order, as requests name them; `context_tokens` 0 means
+    the model's own. Adapters of the same weights have one root, so only the first of them counts.
+    """
+    fingerprints = ("", *(adapter.fingerprint for adapter in spec.adapters))
+    return tuple(
+        ServedRoot(
+            root_id=root(spec.fingerprint, fingerprint, spec.block_tokens),
+            context_tokens=min(context_tokens or spec.context_tokens, spec.context_tokens),
+            vocab_tokens=spec.vocab_tokens,
+            adapter=fingerprints.index(fingerprint),
+        )
+        for fingerprint in fingerprints
+    )
+
+
+def _model(
+    config: ReplicaConfig, spec: ModelSpec, served: ServedRoot, adapter: AdapterSpec | None
+) -> internal_pb2.ServedModel:
+    """The base model, or BASE:ADAPTER; without the fingerprints of its text files."""
+    return internal_pb2.ServedModel(
+        root_id=served.root_id,
+        name=f"{config.served_name}:{adapter.name}" if adapter else config.served_name,
+        adapter=adapter.name if adapter else "",
+        adapter_fingerprint=adapter.fingerprint if adapter else "",
+        context_tokens=served.context_tokens,
+        model_fingerprint=spec.fingerprint,
         vocab_tokens=spec.vocab_tokens,
+        eos_token_ids=spec.eos_token_ids,
     )
 
 
@@ -59,7 +82,7 @@ def _group(group: KVGroup) -> internal_pb2.KVGroupInfo:
 def build_hello(
     config: ReplicaConfig,
     spec: ModelSpec,
-    served: ServedRoot,
+    served: Sequence[ServedRoot],
     blocks: tuple[int, ...],
     text_files: Mapping[str, bytes],
     *,
@@ -74,16 +97,11 @@ def build_hello(
     container's.
     """
     host = socket.gethostname()
-    model = internal_pb2.ServedModel(
-        root_id=served.root_id,
-        name=config.served_name,
-        context_tokens=served.context_tokens,
-        model_fingerprint=spec.fingerprint,
-        tokenizer_fingerprint=tokenizer_fingerprint(text_files),
-        template_fingerprint=template_fingerprint(text_files),
-        vocab_tokens=spec.vocab_tokens,
-        eos_token_ids=spec.eos_token_ids,
-    )
+    named = zip(served, (None, *spec.adapters), strict=True)
+    models = [_model(config, spec, served_root, adapter) for served_root, adapter in named]
+    for model in models:
+        model.tokenizer_fingerprint = tokenizer_fingerprint(text_files)
+        model.template_fingerprint = template_fingerprint(text_files)
     return internal_pb2.Hello(
         protocol=PROTOCOL,
         replica=config.replica,
@@ -92,12 +110,12 @@ def build_hello(
         host=host,
         node=os.environ.get("BANYAN_NODE", host),
         cache_domain=config.cache_domain,
-        models=[model],
+        models=models,
         block_tokens=spec.block_tokens,
         kv_groups=[_group(group) for group in spec.groups],
         representation=spec.representation.id,
         numeric_class=spec.numeric_class,
         capacities=[internal_pb2.TierCapacity(tier=internal_pb2.TIER_DEVICE, blocks=blocks[0])],
         priors=priors,
-        probe=probe_chain(served.root_id, spec.block_tokens, spec.vocab_tokens, rng),
+        probe=probe_chain(served[0].root_id, spec.block_tokens, spec.vocab_tokens, rng),
     )

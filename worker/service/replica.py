@@ -27,7 +27,7 @@ from worker.service.convert import ServedRoot
 from worker.service.dispatch import Dispatcher
 from worker.service.event_log import EventLog
 from worker.service.events import EventHub
-from worker.service.hello import build_hello, served_root
+from worker.service.hello import build_hello, served_roots
 from worker.service.links import Links
 from worker.service.listener import Listener
 from worker.service.progress import ProgressWatch
@@ -78,7 +78,7 @@ class Replica:
         self.address = ""  # where routers reach it; known once started
         self._parts = parts
         self._secret = secret
-        self._served: ServedRoot = served_root(parts.spec, config.context_tokens)
+        self._served: tuple[ServedRoot, ...] = served_roots(parts.spec, config.context_tokens)
         self._thread = threading.Thread(target=self._run, name="replica-server", daemon=True)
         self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._on_failure = on_failure
@@ -116,7 +116,7 @@ class Replica:
             "served_name": self.config.served_name,
             "numeric_class": self._parts.spec.numeric_class,
             "blocks": list(self._parts.blocks),
-            "context_tokens": self._served.context_tokens,
+            "context_tokens": self._served[0].context_tokens,
             "attached": self._links.attached,
             "refusal": self._links.refusal,
         }
@@ -169,7 +169,7 @@ class Replica:
         )
         self._base = parts.engine.load()
         identity = Identity(config.replica, self.epoch, self._secret)
-        roots = {self._served.root_id: self._served}
+        roots = {served.root_id: served for served in self._served}
         service = ReplicaService(
             identity, self._dispatcher, sessions, roots, parts.text_files, parts.clock
         )
