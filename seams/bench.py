@@ -46,7 +46,7 @@ class Row:
             "against_value": self.against_value,
             "ratio": self.ratio,
             "others": self.others,
-            "foreign": self.foreign,
+            **({} if self.foreign is None else {"foreign": self.foreign}),
         }
 
 

@@ -167,14 +167,15 @@ def make_small(name: str, folder: Path, **save: Any) -> None:
 def test_small_model(name: str, tmp_path: Path) -> None:
     make_small(name, tmp_path)
     yardstick = Yardstick(reference_models(tmp_path), small_prompts())
-    stepper = Stepper(load(tmp_path), blocks=40)
-    windowed = "window" in name
-    assert len(stepper.model.spec.groups) == (2 if windowed else 1)
-    for chunk in (200, 19, 1):
-        for number, prompt in enumerate(yardstick.prompts):
-            ours = run_chunked(stepper, prompt, chunk)
-            label = f"{name} in chunks of {chunk}"
-            yardstick.check(number, ours, label, chunk=1 if chunk == 1 else WHOLE)
+    # Where the compiled path can, it computes by default; torch always can.
+    for compute in ("auto", "torch"):
+        stepper = Stepper(load(tmp_path, compute=compute), blocks=40)
+        assert len(stepper.model.spec.groups) == (2 if "window" in name else 1)
+        for chunk in (200, 19, 1):
+            for number, prompt in enumerate(yardstick.prompts):
+                ours = run_chunked(stepper, prompt, chunk)
+                label = f"{name} ({compute}) in chunks of {chunk}"
+                yardstick.check(number, ours, label, chunk=1 if chunk == 1 else WHOLE)
 
 
 def test_sharded_model_is_the_same(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ def test_json_has_the_documented_shape(tmp_path: Path, capsys: pytest.CaptureFix
     assert written["rows"][0] == {
         "name": "decode_b1", "value": 10.0, "unit": "ms", "samples": 5, "against": "floor",
         "against_value": 8.0, "ratio": 1.25, "others": {"peer": 20.0},
-        "foreign": None,
     }  # fmt: skip
     assert written["rows"][1]["ratio"] is None
     assert "1.250" in capsys.readouterr().out
