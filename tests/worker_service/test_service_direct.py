@@ -21,6 +21,7 @@ from worker.models.fake import fake_model
 from worker.service.server import CHUNK_BYTES, DIRECT_CREDIT_TOKENS
 
 PROMPT = [5] * 20
+BIAS = common_pb2.TokenBias
 
 
 @pytest.fixture
@@ -95,6 +96,9 @@ def refusals(hello: internal_pb2.Hello) -> list[tuple[str, internal_pb2.DirectRe
         ("seed", request(good, seed=2), "INVALID_ARGUMENT"),
         ("limit", request(good, n=65), "INVALID_ARGUMENT"),
         ("context", request(good, max_tokens=4096), "INVALID_ARGUMENT"),
+        ("bias nan", request(good, logit_bias=[BIAS(bias=float("nan"))]), "INVALID_ARGUMENT"),
+        ("bias large", request(good, logit_bias=[BIAS(bias=101.0)]), "INVALID_ARGUMENT"),
+        ("biases", request(good, logit_bias=[BIAS()] * 1025), "INVALID_ARGUMENT"),
         ("long ticket", request(good + bytes(4096)), "INVALID_ARGUMENT"),
     ]
 
@@ -106,6 +110,32 @@ def test_what_a_ticket_does_not_allow(router: FakeRouter, replica: Any, stub: An
         assert caught.value.code().name == code, name
         assert caught.value.details().endswith("."), name
     assert replica._dispatcher.running == 0
+
+
+UNCHOOSABLE: dict[str, tuple[dict[str, Any], str]] = {
+    "bias outside": ({"logit_bias": [BIAS(token_id=256)]}, "logit_bias has an id outside"),
+    "bias twice": ({"logit_bias": [BIAS(token_id=3)] * 2}, "logit_bias names a token id twice"),
+    "allowed outside": ({"allowed_token_ids": [3, 256]}, "allowed_token_ids has an id outside"),
+    "nothing allowed": (
+        {"allowed_token_ids": [3], "stop_token_ids": [3], "min_tokens": 1},
+        "min_tokens forbids all of Sampling.allowed_token_ids",
+    ),
+}
+
+
+def test_what_the_engine_cannot_choose_harms_no_other_stream(router: FakeRouter, stub: Any) -> None:
+    """No router saw these: the engine refuses them, in a frame, while another stream runs."""
+    sealed = ticket(router.attached(), PROMPT)
+    other = stub.Stream(request(sealed, max_tokens=400), timeout=WAIT_S)
+    tokens = [token for e in next(other).emissions for token in e.token_ids]
+    for name, (sampling, sentence) in UNCHOOSABLE.items():
+        (frame,) = stub.Stream(request(sealed, **sampling), timeout=WAIT_S)
+        (emission,) = frame.emissions
+        assert emission.last and not emission.token_ids, name
+        assert emission.error.error == "InvalidRequest", name
+        assert sentence in emission.error.message and emission.error.message.endswith("."), name
+    tokens += [token for frame in other for e in frame.emissions for token in e.token_ids]
+    assert tokens == fake_model("full").oracle(PROMPT, 400, ignore_eos=True)
 
 
 def test_refusals_say_their_class_and_when_to_retry(
