@@ -15,6 +15,7 @@ class EngineConfig:
     blocks: tuple[int, ...]
     step_tokens_max: int = 512  # token budget of one step, decode first
     running_max: int = 64  # sequences with blocks at the same time
+    decode_slowdown_max: float = 1.8  # of a step that decodes, by prompts in it; 0 = any
     waiting_max: int = 1024  # requests queued; more are Overloaded
     requests_max: int = 8192  # in all: those without credit do not queue, but take memory too
     cache: bool = True  # keep finished requests' blocks for others
@@ -48,6 +49,7 @@ class ReplicaConfig:
     context_tokens: int = 0  # 0 = the model's
     step_tokens_max: int = 512
     running_max: int = 64
+    decode_slowdown_max: float = 1.8
     waiting_max: int = 1024
     cache: bool = True
     cache_domain: str = ""

@@ -22,7 +22,7 @@ def preempt(rig: Rig, name: str, choice: int = 0) -> None:
     from worker.engine.scheduler import _Draft
 
     victims = {(s.request.spec.request_id, s.choice): s for s in rig.core.scheduler.running}
-    rig.core.scheduler._preempt(_Draft(1), victims[name, choice])
+    rig.core.scheduler._preempt(_Draft(1, 1), victims[name, choice])
     rig.core.check_integrity()
 
 

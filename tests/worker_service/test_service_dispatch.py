@@ -269,6 +269,8 @@ def test_a_configuration_survives_json() -> None:
         ({"replica": ""}, "value for replica"),
         ({"threads": "many"}, "wrong at threads"),
         ({"threads": -1}, "threads"),
+        ({"decode_slowdown_max": 0.5}, "decode_slowdown_max"),
+        ({"decode_slowdown_max": float("nan")}, "decode_slowdown_max"),
         ({"routers": "r:1"}, "wrong at routers"),
         ({"routers": ["nowhere"]}, "host:port"),
         ({"listen": "127.0.0.1:99999"}, "host:port"),

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 
 import numpy as np
+
+from worker.engine.paging import PagedMemory
+from worker.engine.request import Sequence
 
 Demand = tuple[int, int]
 """One sequence: blocks it occupies alone once its tokens are computed, and tokens to come."""
 
 
-def predicted_peak(demands: Sequence[Demand], block_tokens: int) -> int:
+def predicted_peak(demands: Seq[Demand], block_tokens: int) -> int:
     """Most blocks the demands occupy together at any time. O(n log n); an upper bound by at most
     one block each, since a sequence's last block may have room."""
     if not demands:
@@ -53,3 +56,49 @@ class LengthHistory:
             return left_max
         length = self._sorted[at + int(self._quantile * (longer - 1))]
         return min(left_max, length - generated)
+
+
+class Forecast:
+    """Whether one more sequence will fit beside those that run, at their worst moment."""
+
+    def __init__(self, memory: PagedMemory, lengths: LengthHistory) -> None:
+        self._memory, self._lengths = memory, lengths
+
+    def fits(self, running: list[Sequence], head: Sequence) -> bool:
+        """Whether the predicted peak of all that may run and `head`, which has its match, is within
+        what there is; what waits for credit can be preempted. O(n log n)."""
+        memory = self._memory
+        everyone = [*running, head]
+        active = [s for s in everyone if s.request.credit > s.emitted]
+        lefts = [self._left(s) for s in active]
+        for g, pool in enumerate(memory.pools):
+            capacity = memory.available(g) + sum(memory.held_alone(s, g) for s in everyone)
+            if pool.group.window_tokens:
+                peak = sum(
+                    memory.blocks_held(g, len(s.tokens) + left) * (1 + s.request.unforked)
+                    for s, left in zip(active, lefts, strict=True)
+                )
+            else:
+                demands = [
+                    demand
+                    for s, left in zip(active, lefts, strict=True)
+                    for demand in self._demands(s, left)
+                ]
+                peak = predicted_peak(demands, memory.block_tokens)
+            if peak > capacity:
+                return False
+        return True
+
+    def _left(self, sequence: Sequence) -> int:
+        """Tokens it is expected to generate yet."""
+        left = sequence.left
+        if sequence.preempted:  # once bitten: the prediction was too low
+            return left
+        return self._lengths.predict_left(sequence.generated, left)
+
+    def _demands(self, sequence: Sequence, left: int) -> list[Demand]:
+        """What it and its choices still to fork will occupy in a group without a window."""
+        blocks = -(-len(sequence.tokens) // self._memory.block_tokens) - sequence.shared
+        own = (max(0, blocks), left)
+        unforked = sequence.request.unforked
+        return [own, *[(1, left)] * unforked] if unforked else [own]

@@ -70,7 +70,8 @@ class EngineCore:
         pools = [BlockPool(g, n, on_free) for g, n in zip(spec.groups, config.blocks, strict=True)]
         cache = RadixCache(pools, spec.block_tokens) if config.cache else None
         self.memory = PagedMemory(pools, cache, spec.block_tokens)
-        self.scheduler = Scheduler(self.memory, config)
+        self._times = StepTimes()
+        self.scheduler = Scheduler(self.memory, config, self._times)
         self.clock = clock
         self._model, self._config, self._sampler = model, config, sampler
         self._eos = spec.eos_token_ids
@@ -79,7 +80,6 @@ class EngineCore:
         self._requests: dict[str, Request] = {}
         self._deadlines: list[tuple[float, int, str]] = []
         self._outbox: list[Emission] = []
-        self._times = StepTimes()
         self._arrivals = 0
         self._sequences = 0
         self._steps = 0  # that succeeded
@@ -113,6 +113,7 @@ class EngineCore:
             tenant=self.scheduler.waiting.join(spec.tenant),
             ends=ends_of(spec.sampling, self._eos),
             tokens_max=spec.prompt_tokens + spec.sampling.max_tokens,
+            charge=spec.prompt_tokens,
         )
         self._requests[spec.request_id] = request
         if spec.deadline_s is not None:
@@ -225,8 +226,9 @@ class EngineCore:
         self._failed_steps = 0
         self.scheduler.grow_back()
         self._commit(scheduled, drawn)
-        prefill = sum(count for _, count in scheduled.rows if count > 1)
-        self._times.record(self.clock.now() - started, prefill)
+        chunks = [count for _, count in scheduled.rows if count > 1]
+        decode_rows = len(scheduled.rows) - len(chunks)
+        self._times.record(self.clock.now() - started, decode_rows, sum(chunks))
 
     def _fail(self, requests: Iterable[Request]) -> None:
         """End requests whose computed blocks cannot be trusted."""

@@ -69,6 +69,13 @@ class PagedMemory:
         limit = len(sequence.tokens) - 1
         return self.cache.match(sequence.request.chain, sequence.tokens, limit)
 
+    def matched(self, sequence: Sequence) -> int:
+        """How many of its tokens the cache knows. Mutates nothing, not even the order of use."""
+        if self.cache is None or not sequence.request.cacheable:
+            return 0
+        tokens = sequence.tokens
+        return self.cache.matched(sequence.request.chain, tokens, len(tokens) - 1)
+
     def attach(self, sequence: Sequence, match: Match | None) -> None:
         """Give a sequence without blocks the whole blocks of a match, by reference. To be followed
         by `attach_boundary`, or by `detach`."""

@@ -95,6 +95,14 @@ class RadixCache:
         self._tree.touch(node)
         return self._match_at(node, matched, runs)
 
+    def matched(self, chain: ChainSpec, tokens: Sequence[int], limit: int) -> int:
+        """How many of tokens[:limit] are known, without regard to windows. Mutates nothing."""
+        root = self._tree.roots.get(chain.root)
+        end = min(limit, len(tokens))
+        if root is None or end <= 0:
+            return 0
+        return self._tree.walk(root, tokens_u32le(tokens[:end]), end, edge_marks(chain, end))[1]
+
     def _match_at(self, node: Node, matched: int, runs: list[list[int]]) -> Match:
         assert node.end == matched
         full = matched // self._size

@@ -19,6 +19,7 @@ from worker.models.base import ModelSpec
 
 if TYPE_CHECKING:
     from worker.engine.radix import Hold
+    from worker.engine.speculation import Drafter
     from worker.engine.waiting import Tenant
 
 
@@ -59,12 +60,14 @@ class Sequence:
     preempted: bool = False
     inserted: bool = False  # the blocks of everything given are offered to the cache
     last_step: int = 0
+    overtaken: int = 0  # times one behind it in its tenant's queue was admitted first
     writable_to: int = 0
     slot: int = -1
     stale_from: int = 0
     keys: list[BlockKey] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)  # not executed yet
     hold: Hold | None = None
+    drafter: Drafter | None = None  # once it has decoded, with speculation on
 
     @property
     def age(self) -> tuple[int, int]:
@@ -125,6 +128,7 @@ class Request:
     tenant: Tenant
     ends: frozenset[int]
     tokens_max: int
+    charge: int  # tokens its tenant is charged with when it is first admitted
     sequences: list[Sequence] = field(default_factory=list)
     forked: bool = False
     cached_tokens: int | None = None

@@ -1,9 +1,9 @@
 """The scheduler: which tokens of which sequences the next step computes, and in whose blocks.
 
-One token budget a step: decode rows first, then prefill in chunks, oldest first, then admission by
-predicted peak. Where a block cannot be found even by eviction, younger sequences are preempted (to
-be recomputed later); the oldest that may run always gets what it needs, so nothing livelocks. It
-knows token ids and blocks, no model and no clock.
+One token budget a step: decode rows first, then prefill in chunks within what decoding may be
+slowed down by, then admission by predicted peak. Where a block cannot be found even by eviction,
+younger sequences are preempted (to be recomputed later); the oldest that may run always gets what
+it needs, so nothing livelocks. It knows token ids and blocks, no model and no clock.
 """
 
 from __future__ import annotations
@@ -12,14 +12,19 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
 from worker.config import EngineConfig
-from worker.engine.admission import Demand, LengthHistory, predicted_peak
+from worker.engine.admission import Forecast, LengthHistory
 from worker.engine.paging import PagedMemory, blocks_for
 from worker.engine.plan import StepPlan
 from worker.engine.planning import PlanBuilder
 from worker.engine.request import Request, Sequence, State
+from worker.engine.timing import StepTimes
 from worker.engine.waiting import WaitingQueue
 
 TAKEN_BACK_MAX = 3
+PREFILL_MIN = 4  # tokens of a step, however slow they seem
+PASSED_MAX = 16  # in the queue that cannot begin now, before nobody behind them is looked at
+LOOK_AHEAD = 8  # of a tenant's queue, for who has most cached
+OVERTAKEN_MAX = 8  # times
 
 
 @dataclass(frozen=True)
@@ -35,12 +40,19 @@ class _Draft:
     """A step in the making."""
 
     budget: int
+    prefill: int  # of the budget, at most so many for prompts
     rows: dict[Sequence, int] = field(default_factory=dict)
     preempted: bool = False  # something that could run on; then nothing is admitted in its stead
 
-    def add(self, sequence: Sequence, count: int) -> None:
-        self.rows[sequence] = count
+    @property
+    def room(self) -> int:
+        return min(self.budget, self.prefill)
+
+    def add(self, sequence: Sequence, count: int, *, prefill: bool) -> None:
+        self.rows[sequence] = self.rows.get(sequence, 0) + count
         self.budget -= count
+        if prefill:
+            self.prefill -= count
 
     def add_decodes(self, sequences: list[Sequence]) -> None:
         self.rows.update(dict.fromkeys(sequences, 1))
@@ -53,7 +65,7 @@ class _Draft:
 class Scheduler:
     """Owns every live sequence's state. Calls come between steps, one after the other."""
 
-    def __init__(self, memory: PagedMemory, config: EngineConfig) -> None:
+    def __init__(self, memory: PagedMemory, config: EngineConfig, times: StepTimes) -> None:
         assert config.step_tokens_max > 0 and config.running_max > 0
         self.memory = memory
         self.builder = PlanBuilder(memory.block_tokens, len(memory.pools))
@@ -61,6 +73,8 @@ class Scheduler:
         self.running: list[Sequence] = []  # by age
         self.parked: dict[int, Sequence] = {}  # by id: without blocks, without credit
         self.lengths = LengthHistory()
+        self._forecast = Forecast(memory, self.lengths)
+        self._times = times
         self._config = config
         self._budget = config.step_tokens_max
         self._taken_back = 0  # plans in a row
@@ -139,19 +153,17 @@ class Scheduler:
         sequence, lets those sequences leave, or takes the plan back.
         """
         self._step += 1
-        draft = _Draft(self._budget)
+        draft = _Draft(self._budget, self._budget)
         runnable = [s for s in self.running if s.request.credit > s.emitted]
         decoding = self._decoding(runnable)
         if len(decoding) <= draft.budget:  # most have a block to write into
             draft.add_decodes([s for s in decoding if s.computed < s.writable_to])
         for sequence in [s for s in decoding if s not in draft.rows]:
             self._schedule(draft, sequence)
-        if len(decoding) < len(runnable):
-            for sequence in runnable:
-                if sequence.pending > 1 and sequence.state is State.RUNNING:
-                    self._schedule(draft, sequence)
-        if self.waiting:
-            self._admit(draft)
+        if len(decoding) < len(runnable) or self.waiting:
+            prompts = [s for s in runnable if s.pending > 1 and s.state is State.RUNNING]
+            draft.prefill = self._prefill_share(len(decoding), len(prompts))
+            self._prefill(draft, prompts)
         if not draft.rows:
             return None
         rows = tuple(draft.rows.items())
@@ -184,12 +196,50 @@ class Scheduler:
             decoding.sort(key=lambda s: s.last_step)
         return decoding
 
-    def _schedule(self, draft: _Draft, sequence: Sequence) -> None:
-        """Give a running sequence rows of this step, preempting others for it where allowed."""
-        while draft.budget > 0 and sequence.state is State.RUNNING:
-            count = self.memory.grow(sequence, min(draft.budget, sequence.pending))
+    def _prefill_share(self, decoding: int, prompts: int) -> int:
+        """Tokens of prompts in a step beside so many that decode. Prompts may slow decoding down by
+        `decode_slowdown_max`, and by as much more as there are more of them than decoders: each
+        wait is worth the same. Never nothing, so that prompts go on."""
+        slowdown = self._config.decode_slowdown_max
+        if not decoding or slowdown == 0:
+            return self._budget
+        weight = max(1.0, (prompts + len(self.waiting)) / decoding)
+        tokens = self._times.prefill_within(decoding, 1.0 + (slowdown - 1.0) * weight)
+        return int(min(self._budget, max(PREFILL_MIN, tokens)))
+
+    def _prefill(self, draft: _Draft, prompts: list[Sequence]) -> None:
+        """Chunks for prompts, oldest first, then admission. A prompt that takes more than the share
+        leaves half of it to shorter ones, running or waiting: they would wait for many steps."""
+        oldest = prompts[0] if prompts else None
+        if (
+            oldest is not None
+            and oldest.pending > draft.room
+            and (len(prompts) > 1 or self.waiting)
+        ):
+            half = draft.prefill // 2
+            draft.prefill -= half
+            self._schedule(draft, oldest, prefill=True)
+            draft.prefill += half
+            shorter = [s for s in prompts if s.pending < oldest.pending]
+            for sequence in sorted(shorter, key=lambda s: s.pending):
+                self._schedule(draft, sequence, prefill=True)
+            self._admit(draft, shorter_than=oldest.pending)
+        for sequence in prompts:
+            self._schedule(draft, sequence, prefill=True)
+        self._admit(draft)
+
+    def _schedule(self, draft: _Draft, sequence: Sequence, *, prefill: bool = False) -> None:
+        """Give a running sequence rows of this step, or more of them, preempting others for it
+        where allowed."""
+        while sequence.state is State.RUNNING:
+            had = draft.rows.get(sequence, 0)
+            room = draft.room if prefill else draft.budget
+            want = min(had + room, sequence.pending)
+            if want == had:
+                return
+            count = self.memory.grow(sequence, want)
             if count:
-                draft.add(sequence, count)
+                draft.add(sequence, count - had, prefill=prefill)
                 return
             victim = self._victim(sequence)
             if victim is not None:
@@ -227,41 +277,71 @@ class Scheduler:
 
     # --- admission ---------------------------------------------------------------------------
 
-    def _admit(self, draft: _Draft) -> None:
-        """Let waiting sequences run, in the queue's order, while they fit; nobody overtakes."""
-        while draft.budget > 0 and not draft.preempted and not self._stuck:
-            head = self.waiting.peek()
-            if head is None or not self._make_place(draft, head):
+    def _admit(self, draft: _Draft, shorter_than: int | None = None) -> None:
+        """Let waiting sequences run while they fit, in the queue's order; nobody overtakes one that
+        does not fit.
+
+        Passed over, in this step, are those that wait for a prefix being computed, and those not
+        `shorter_than` a bound. Of a tenant's equals, who has most cached comes first, a bounded
+        number of times.
+        """
+        passed: set[Sequence] = set()
+        while draft.room > 0 and not draft.preempted and not self._stuck:
+            first = self.waiting.peek(passed)
+            if first is None or len(passed) == PASSED_MAX:
                 return
-            active = sum(1 for s in self.running if s.credit > 0)
-            if active and self._blocked == (head, active):
+            if shorter_than is not None and len(first.tokens) >= shorter_than:
+                passed.add(first)
+                continue
+            if not self._make_place(draft, first):
                 return
+            active = sum([s.request.credit > s.emitted for s in self.running])
+            if active and self._blocked == (first, active):
+                return
+            line = self._line(first, passed)
+            head = line[-1]
             match = self.memory.match(head)
-            if match is not None and self._will_be_cached(draft, head, match.tokens):
-                return
+            if match is not None and self._will_be_cached(head, match.tokens):
+                passed.add(head)
+                continue
             self.memory.attach(head, match)
-            if active and not self._fits(head):
+            if active and not self._forecast.fits(self.running, head):
                 self.memory.detach(head)
-                self._blocked = head, active
+                self._blocked = first, active
                 return
+            self.waiting.overtake(line[:-1], head)
             self._start(head)
-            self._schedule(draft, head)
+            self._schedule(draft, head, prefill=True)
             if head not in draft.rows:
                 return
 
-    def _will_be_cached(self, draft: _Draft, head: Sequence, matched: int) -> bool:
-        """Whether a prompt computed in this very step will bring `head` a block more than is
-        `matched` now: then it is worth the wait (SGLang's in-batch prefix caching)."""
+    def _line(self, first: Sequence, passed: set[Sequence]) -> list[Sequence]:
+        """Who comes next, last, after those it overtakes: of the first few equals of the queue the
+        one with most cached, unless the first was overtaken too often."""
+        if first.overtaken >= OVERTAKEN_MAX:
+            return [first]
+        equals = self.waiting.equals(first, LOOK_AHEAD, passed)
+        choices = 1 + first.request.unforked  # a place was made for so many
+        equals = [s for s in equals if 1 + s.request.unforked <= choices]
+        if len(equals) == 1:
+            return equals
+        cached = [self.memory.matched(sequence) for sequence in equals]
+        return equals[: cached.index(max(cached)) + 1]
+
+    def _will_be_cached(self, head: Sequence, matched: int) -> bool:
+        """Whether a prompt that is being computed will bring `head` a block more than is `matched`
+        now: then it is worth the wait (SGLang's in-batch prefix caching)."""
         stop = (matched // self.memory.block_tokens + 1) * self.memory.block_tokens
         if stop >= len(head.tokens):
             return False
         return any(
             not s.inserted
             and s.request.cacheable
+            and s.credit > 0
             and len(s.tokens) >= stop
             and s.request.chain == head.request.chain
             and s.tokens[:stop] == head.tokens[:stop]
-            for s in draft.rows
+            for s in self.running
         )
 
     def _start(self, head: Sequence) -> None:
@@ -274,7 +354,7 @@ class Scheduler:
         request = head.request
         if request.cached_tokens is None:
             request.cached_tokens = min(head.computed, request.spec.prompt_tokens)
-            request.tenant.served += request.spec.prompt_tokens
+            request.tenant.served += request.charge
 
     def _make_place(self, draft: _Draft, head: Sequence) -> bool:
         """Whether it and the choices it will fork into are within running_max, once those that
@@ -288,45 +368,6 @@ class Scheduler:
             places -= 1
             self._preempt(draft, paused.pop())
         return not self.running or places <= running_max
-
-    def _fits(self, head: Sequence) -> bool:
-        """Whether the predicted peak of all that may run and `head` is within what there is; what
-        waits for credit can be preempted."""
-        memory = self.memory
-        everyone = [*self.running, head]
-        active = [s for s in everyone if s.request.credit > s.emitted]
-        lefts = [self._left(s) for s in active]
-        for g, pool in enumerate(memory.pools):
-            capacity = memory.available(g) + sum(memory.held_alone(s, g) for s in everyone)
-            if pool.group.window_tokens:
-                peak = sum(
-                    memory.blocks_held(g, len(s.tokens) + left) * (1 + s.request.unforked)
-                    for s, left in zip(active, lefts, strict=True)
-                )
-            else:
-                demands = [
-                    demand
-                    for s, left in zip(active, lefts, strict=True)
-                    for demand in self._demands(s, left)
-                ]
-                peak = predicted_peak(demands, memory.block_tokens)
-            if peak > capacity:
-                return False
-        return True
-
-    def _left(self, sequence: Sequence) -> int:
-        """Tokens it is expected to generate yet."""
-        left = sequence.left
-        if sequence.preempted:  # once bitten: the prediction was too low
-            return left
-        return self.lengths.predict_left(sequence.generated, left)
-
-    def _demands(self, sequence: Sequence, left: int) -> list[Demand]:
-        """What it and its choices still to fork will occupy in a group without a window."""
-        blocks = -(-len(sequence.tokens) // self.memory.block_tokens) - sequence.shared
-        own = (max(0, blocks), left)
-        unforked = sequence.request.unforked
-        return [own, *[(1, left)] * unforked] if unforked else [own]
 
     # --- conservation ------------------------------------------------------------------------
 

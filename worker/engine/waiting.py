@@ -1,14 +1,15 @@
 """The queue of sequences without blocks: fair between tenants, first come first served inside one.
 
 Tenants are compared by the tokens they were served (virtual token counters, Sheng et al., OSDI
-2024), prompts charged whole: how much of a prompt was cached never changes anybody's turn. Inside a
-tenant: preempted ones, then by priority, then by arrival. It knows no blocks and no models.
+2024), prompts charged whole: how much of a prompt was cached never changes another's turn. Inside a
+tenant: preempted ones, then by priority, then by arrival; who among equals has more cached may be
+admitted first (`overtake`). It knows no blocks and no models.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
 from worker.engine.request import Sequence
@@ -100,9 +101,41 @@ class WaitingQueue:
         self._count -= 1
         self.tokens -= sequence.pending
 
-    def peek(self) -> Sequence | None:
-        """Whose turn it is: the head of the least served tenant's queue. Mutates nothing."""
-        heads = [(t.served, t.entries[0]) for t in self._tenants.values() if t.entries]
-        if not heads:
-            return None
-        return min(heads, key=lambda head: (head[0], head[1][1].age))[1][1]
+    def peek(self, passed: Container[Sequence] = ()) -> Sequence | None:
+        """Whose turn it is: the first of the least served tenant that is not `passed` over in this
+        step. Mutates nothing."""
+        heads = [
+            (tenant.served, sequence.age, sequence)
+            for tenant in self._tenants.values()
+            if (sequence := next((s for _, s in tenant.entries if s not in passed), None))
+        ]
+        return min(heads)[2] if heads else None
+
+    def equals(
+        self, head: Sequence, count: int, passed: Container[Sequence] = ()
+    ) -> list[Sequence]:
+        """`head`, and up to `count` - 1 behind it in its tenant's queue that came to it in the same
+        way: of one priority, not preempted, not `passed` over."""
+        if head.preempted:
+            return [head]
+        found: list[Sequence] = []
+        priority = head.request.spec.priority
+        for _, sequence in self._tenants[head.request.spec.tenant].entries:
+            if sequence.preempted or sequence in passed:
+                continue
+            if len(found) == count or sequence.request.spec.priority < priority:
+                break
+            found.append(sequence)
+        return found
+
+    @staticmethod
+    def overtake(passed: list[Sequence], chosen: Sequence) -> None:
+        """`chosen` is admitted before those `passed`, which came before it. The tenant is charged
+        in the order of its queue all the same, so that what is cached for it never changes another
+        tenant's turn."""
+        line = [*passed, chosen]
+        charges = [sequence.request.charge for sequence in line]
+        for sequence, charge in zip(line, [*charges[1:], charges[0]], strict=True):
+            sequence.request.charge = charge
+        for sequence in passed:
+            sequence.overtaken += 1

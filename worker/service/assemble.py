@@ -61,6 +61,7 @@ def load_parts(config: ReplicaConfig) -> ReplicaParts:
         blocks=blocks,
         step_tokens_max=config.step_tokens_max,
         running_max=config.running_max,
+        decode_slowdown_max=config.decode_slowdown_max,
         waiting_max=config.waiting_max,
         cache=config.cache,
     )

@@ -42,6 +42,10 @@ def _check(config: ReplicaConfig) -> None:
     for field in ("threads", "context_tokens"):
         if getattr(config, field) < 0:
             raise InvalidRequest(f"The replica's configuration needs {field} of at least 0.")
+    if not (config.decode_slowdown_max == 0 or config.decode_slowdown_max > 1):
+        raise InvalidRequest(
+            "The replica's configuration needs decode_slowdown_max of 0 or above 1."
+        )
     addresses = (config.listen, *config.routers, *filter(None, [config.advertise]))
     for address in addresses:
         _, _, port = address.rpartition(":")
