@@ -189,7 +189,7 @@ class Api(api_pb2_grpc.BanyanServicer):
         served = self._fleet.served(names[0]) if names and not name else None
         age_s = self._clock.now() - self._started_s
         if served is None and names and age_s > self._config.lease_ms / 1000:
-            raise ModelNotFound("No replica serves this model.")
+            raise ModelNotFound(f"No replica serves a model {name[:64]!r}.")
         return served
 
     def _wait_s(self, deadline: Deadline) -> float:

@@ -112,8 +112,9 @@ class Fleet(internal_pb2_grpc.FleetServicer):
         return None if known is None else Served(known[0], self.texts.get(known[0].served))
 
     def model_names(self) -> list[str]:
-        """The models served now; if there are none, those served until lately."""
-        return list(self._core.models() or self._known)
+        """The base models served now; if there are none, those served until lately."""
+        entries = self._core.models() or {name: entry for name, (entry, _) in self._known.items()}
+        return [name for name, entry in entries.items() if not entry.served.adapter]
 
     @property
     def replicas(self) -> int:
