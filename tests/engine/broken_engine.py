@@ -21,7 +21,7 @@ class Broken:
         """Its version."""
         return {"version": "0"}
 
-    def add(self, prompt: Sequence[int], output_tokens: int) -> None:
+    def add(self, prompt: Sequence[int], output_tokens: int, together: bool = False) -> None:
         """Nothing."""
 
     def step(self) -> int:

@@ -17,6 +17,7 @@ from worker.models.opening import open_model
 from worker.peers import foreign
 from worker.peers.as_gguf import gguf_name, write_gguf
 from worker.peers.hf import Transformers
+from worker.peers.ours import Ours
 from worker.peers.process import Command, EngineProcess
 from worker.peers.protocol import Case, Settings, measure
 from worker.peers.turns import Turns
@@ -139,14 +140,14 @@ class _Joining:
 
     def __init__(self) -> None:
         self.left: list[int] = []
-        self.added: list[tuple[int, int]] = []
+        self.added: list[tuple[int, int, bool]] = []
         self._running = 0
 
     def facts(self) -> dict[str, Any]:
         return {}
 
-    def add(self, prompt: Sequence[int], output_tokens: int) -> None:
-        self.added.append((len(prompt), output_tokens))
+    def add(self, prompt: Sequence[int], output_tokens: int, together: bool = False) -> None:
+        self.added.append((len(prompt), output_tokens, together))
         self.left.append(output_tokens)
 
     def step(self) -> int:
@@ -165,6 +166,17 @@ class _Joining:
         return 0.25
 
 
+def test_our_batch_decodes_together_whatever_the_budget_of_prompts() -> None:
+    """Prompts of many steps, and short outputs: every request but for its first token in step."""
+    engine = Ours(FAKE)
+    for number in range(6):
+        engine.add([number + 1] * 1000, 5, together=True)
+    sampled = []
+    while engine.busy():
+        sampled.append(engine.step())
+    assert sum(sampled) == 30 and sampled[-4:] == [6, 6, 6, 6] and len(sampled) > 12
+
+
 def steps_case(batch: int, output: int, keep: int) -> Case:
     return {"kind": "steps", "prompts": [[1]] * batch, "output_tokens": output, "before": [[7, 8]],
             "keep": keep}  # fmt: skip
@@ -173,7 +185,7 @@ def steps_case(batch: int, output: int, keep: int) -> Case:
 def test_only_steps_of_the_whole_batch_count_and_the_first_of_them_does_not() -> None:
     engine = _Joining()
     assert len(measure(engine, steps_case(batch=3, output=7, keep=100))) == 4  # of 5 full ones
-    assert engine.added == [(2, 1), (1, 7), (1, 7), (1, 7)]  # `before` first
+    assert engine.added == [(2, 1, False), *[(1, 7, True)] * 3]  # `before` first
     assert len(measure(engine, steps_case(batch=3, output=7, keep=2))) == 2
     with pytest.raises(ValueError, match="whole batch"):
         measure(_Joining(), steps_case(batch=3, output=2, keep=2))

@@ -40,7 +40,7 @@ class Transformers:
         """Its version."""
         return {"version": self._library.__version__}
 
-    def add(self, prompt: Sequence[int], output_tokens: int) -> None:
+    def add(self, prompt: Sequence[int], output_tokens: int, together: bool = False) -> None:
         """Queue it; all that is queued together must ask for the same lengths."""
         assert not self._left and all(len(prompt) == len(other) for other in self._waiting)
         self._waiting.append(list(prompt))

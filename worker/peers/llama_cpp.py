@@ -57,7 +57,7 @@ class LlamaCpp:
         """Its version."""
         return {"version": self._c.__version__}
 
-    def add(self, prompt: Sequence[int], output_tokens: int) -> None:
+    def add(self, prompt: Sequence[int], output_tokens: int, together: bool = False) -> None:
         """Queue it; all that is queued together must ask for the same output."""
         assert not self._left
         self._waiting.append(list(prompt))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ class Ours:
         )
         self._core = EngineCore(self._model, engine, SystemClock())
         self._names = count()
+        self._held: dict[str, int] = {}  # request -> tokens that it has no credit for yet
+        self._unheard: set[str] = set()  # of them, those without a first token
         self._buffer: Any = None
 
     def _watch_allocation(self) -> None:
@@ -62,14 +65,20 @@ class Ours:
             "own_bytes": resident_bytes() - self.weight_bytes - self._pool_bytes,
         }
 
-    def add(self, prompt: Sequence[int], output_tokens: int) -> None:
-        """A greedy request that ignores end tokens."""
+    def add(self, prompt: Sequence[int], output_tokens: int, together: bool = False) -> None:
+        """A greedy request that ignores end tokens; together: with credit for one token, and for
+        the rest once all that wait so have theirs."""
         from worker.engine.messages import EngineRequest
         from worker.engine.sampling import SamplingParams
 
         params = SamplingParams(seed=0, max_tokens=output_tokens, ignore_eos=True)
-        tokens = tuple(prompt)
-        self._core.submit(EngineRequest(f"r{next(self._names)}", tokens, len(tokens), params))
+        tokens, name = tuple(prompt), f"r{next(self._names)}"
+        request = EngineRequest(name, tokens, len(tokens), params)
+        if together:
+            request = replace(request, credit_tokens=1)
+            self._held[name] = output_tokens - 1
+            self._unheard.add(name)
+        self._core.submit(request)
 
     def step(self) -> int:
         """Schedule, compute, sample, emit. Raises what an emission says went wrong."""
@@ -79,6 +88,11 @@ class Ours:
             if emission.error is not None:
                 raise emission.error
             sampled += len(emission.token_ids)
+            self._unheard.discard(emission.request_id)
+        if self._held and not self._unheard:
+            for name, tokens in self._held.items():
+                self._core.grant(name, tokens)
+            self._held = {}
         return sampled
 
     def busy(self) -> bool:

@@ -49,8 +49,9 @@ class Engine(Protocol):
         """Plain values about the engine as it is when ready."""
         ...
 
-    def add(self, prompt: Sequence[int], output_tokens: int) -> None:
-        """Queue a request."""
+    def add(self, prompt: Sequence[int], output_tokens: int, together: bool = False) -> None:
+        """Queue a request. together: its second token may wait for the others' first ones, so that
+        an engine which lets decoding go first has the whole batch decode at all."""
         ...
 
     def step(self) -> int:
@@ -91,7 +92,7 @@ def _drain(engine: Engine, prompts: list[list[int]], output: int) -> float:
 
 def _full_steps(engine: Engine, prompts: list[list[int]], output: int) -> list[float]:
     for prompt in prompts:
-        engine.add(prompt, output)
+        engine.add(prompt, output, together=True)
     times = []
     while engine.busy():
         begin = time.perf_counter()

@@ -45,7 +45,7 @@ class Vllm:
         """Its version."""
         return {"version": self._vllm.__version__}
 
-    def add(self, prompt: Sequence[int], output_tokens: int) -> None:
+    def add(self, prompt: Sequence[int], output_tokens: int, together: bool = False) -> None:
         """A greedy request that ignores end tokens."""
         params = self._vllm.SamplingParams(
             temperature=0.0,

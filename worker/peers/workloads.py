@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from worker.peers.protocol import Case
 
 FLOOR = "decode_b1"  # the row that memory_floor_b1 is measured around
-PREFILL_TOKENS = 512  # what a step of ours takes at most: how soon the whole batch decodes
+PREFILL_TOKENS = 2048  # what a step of a peer takes at least: how soon its whole batch decodes
 
 
 @dataclass(frozen=True)
