@@ -19,6 +19,7 @@ class EngineConfig:
     waiting_max: int = 1024  # requests queued; more are Overloaded
     requests_max: int = 8192  # in all: those without credit do not queue, but take memory too
     cache: bool = True  # keep finished requests' blocks for others
+    speculate: int = 0  # tokens guessed ahead of a sequence in a step, at most; 0 = none
     poison_freed: bool = False  # tests: fill freed blocks with what must never be read
 
 
@@ -54,6 +55,7 @@ class ReplicaConfig:
     cache: bool = True
     cache_domain: str = ""
     progress_file: str = ""
+    speculate: int = 0  # tokens guessed ahead of a sequence in a step, at most; 0 = none
     adapters: tuple[str, ...] = ()  # NAME=FOLDER each: LoRA adapters, loaded at the start
 
     def as_dict(self) -> dict[str, Any]:

@@ -225,10 +225,20 @@ class EngineCore:
         self._steps += 1
         self._failed_steps = 0
         self.scheduler.grow_back()
-        self._commit(scheduled, drawn)
-        chunks = [count for _, count in scheduled.rows if count > 1]
-        decode_rows = len(scheduled.rows) - len(chunks)
-        self._times.record(self.clock.now() - started, decode_rows, sum(chunks))
+        tokens = self._commit(scheduled, drawn)
+        self._record(scheduled, self.clock.now() - started, tokens)
+
+    def _record(self, scheduled: Scheduled, elapsed_s: float, tokens: int) -> None:
+        """How long a step took that emitted so many tokens; of one that drafted, what a token of a
+        sequence took counts."""
+        rows, drafts = scheduled.rows, scheduled.drafts
+        chunks = [count for s, count in rows if count > 1 and s not in drafts]
+        if not chunks:
+            speculator = self.scheduler.speculator
+            speculator.record(elapsed_s, len(rows), tokens, drafted=bool(drafts))
+            if drafts:
+                elapsed_s *= len(rows) / max(tokens, len(rows))
+        self._times.record(elapsed_s, len(rows) - len(chunks), sum(chunks))
 
     def _fail(self, requests: Iterable[Request]) -> None:
         """End requests whose computed blocks cannot be trusted."""
@@ -236,15 +246,20 @@ class EngineCore:
             error = InternalError("The replica failed while computing the request.")
             self._end(request, Finish.ERROR, error, keep=False)
 
-    def _commit(self, scheduled: Scheduled, drawn: list[Sampled]) -> None:
+    def _commit(self, scheduled: Scheduled, drawn: list[Sampled]) -> int:
         """Take over what a step computed, row by row; a request that ended is passed over. `drawn`
-        is in the rows' order."""
-        at = 0
+        is in the rows' order. Returns how many tokens were drawn and stand."""
+        at = rejected = 0
+        drafts = scheduled.drafts
         for sequence, count in scheduled.rows:
             begin = at
             while at < len(drawn) and drawn[at].sequence == sequence.id:
                 at += 1
             if sequence.state is not State.RUNNING:
+                continue
+            if drafts and sequence in drafts:
+                kept = self._commit_drafted(sequence, drafts[sequence], drawn[begin:at])
+                rejected += at - begin - kept
                 continue
             one = count == 1 and at == begin + 1 and drawn[begin].token_id >= 0
             if one and sequence.inserted and not sequence.copies:
@@ -252,6 +267,7 @@ class EngineCore:
             else:
                 self._commit_row(sequence, count, drawn[begin:at])
         assert at == len(drawn), "a draw that belongs to no row"
+        return at - rejected
 
     def _commit_decoded(self, sequence: Sequence, drawn: Sampled) -> None:
         """What `_commit_row` comes to for nearly all rows, in a third of its time."""
@@ -262,12 +278,38 @@ class EngineCore:
             or len(sequence.tokens) >= request.tokens_max
             or drawn.logprobs is not None
         ):
-            self._emit(sequence, drawn)
+            self._emit(sequence, [drawn])
             return
         spec = request.spec
         request.tenant.served += 1
         position = len(sequence.tokens) - spec.prompt_tokens - 1
         self._outbox.append(Emission(spec.request_id, sequence.choice, position, (token,)))
+
+    def _commit_drafted(self, sequence: Sequence, draft: list[int], drawn: list[Sampled]) -> int:
+        """Append what was drawn as long as every token before is the draft's, and say so; returns
+        how many. The first that differs is right too. What the other rows wrote lies beyond
+        `computed`, which nobody reads; a row that failed is computed again without a draft before
+        it, and fails then."""
+        kept: list[Sampled] = []
+        for at, one in enumerate(drawn):
+            if one.token_id < 0:
+                break
+            kept.append(one)
+            sequence.tokens.append(one.token_id)
+            ended = finish_reason(sequence) is not None
+            if ended or at == len(draft) or one.token_id != draft[at]:
+                break
+        if not kept:
+            self._fail([sequence.request])
+            return 0
+        accepted = sum(one.token_id == token for one, token in zip(kept, draft, strict=False))
+        self.scheduler.speculator.judged(sequence, len(draft), accepted)
+        sequence.advance(len(kept))
+        sequence.emitted += len(kept)
+        self.memory.settle(sequence)
+        self.memory.trim(sequence)
+        self._emit(sequence, kept)
+        return len(kept)
 
     def _commit_row(self, sequence: Sequence, count: int, drawn: list[Sampled]) -> None:
         request = sequence.request
@@ -290,7 +332,7 @@ class EngineCore:
         sequence.tokens.append(own.token_id)
         sequence.emitted += 1
         for choice, one in zip(choices, drawn, strict=True):
-            self._emit(choice, one)
+            self._emit(choice, [one])
 
     def _count_prompt(self, request: Request) -> None:
         assert request.cached_tokens is not None
@@ -315,19 +357,20 @@ class EngineCore:
 
     # --- emitting and ending -----------------------------------------------------------------
 
-    def _emit(self, sequence: Sequence, drawn: Sampled) -> None:
-        """Say that a token was appended, and end the choice if it was the last."""
+    def _emit(self, sequence: Sequence, drawn: Seq[Sampled]) -> None:
+        """Say that tokens were appended, and end the choice if the last one was its last."""
         spec = sequence.request.spec
-        sequence.request.tenant.served += 1
-        logprobs = () if drawn.logprobs is None else (drawn.logprobs,)
+        sequence.request.tenant.served += len(drawn)
+        token_ids = tuple([one.token_id for one in drawn])
+        logprobs = tuple([one.logprobs for one in drawn if one.logprobs is not None])
         finish = finish_reason(sequence)
         if finish is not None:
             self.scheduler.lengths.record(sequence.generated)
-            self._end_choice(sequence, finish, (drawn.token_id,), logprobs)
+            self._end_choice(sequence, finish, token_ids, logprobs)
             return
-        position = len(sequence.tokens) - spec.prompt_tokens - 1
+        position = sequence.generated - len(token_ids)
         self._outbox.append(
-            Emission(spec.request_id, sequence.choice, position, (drawn.token_id,), logprobs)
+            Emission(spec.request_id, sequence.choice, position, token_ids, logprobs)
         )
 
     def _end_choice(

@@ -162,6 +162,20 @@ class PagedMemory:
         self._note_writable(sequence)
         return want
 
+    def grow_spare(self, sequence: Sequence, want: int) -> int:
+        """After a `grow`: room for `want` tokens, or for as many as fit into its last block and
+        blocks that are free now; nothing is evicted. To be followed by `trim` where not all of them
+        come to be computed."""
+        size, known = self.block_tokens, len(sequence.tables[0])
+        spare = min(pool.free for pool in self.pools)
+        want = min(want, (known + spare) * size - sequence.computed)
+        more = blocks_for(sequence.computed + want, size) - known
+        if more > 0:
+            _changed(sequence, known)
+            for g, table in enumerate(sequence.tables):
+                table.extend(self._allocate(g, more))
+        return want
+
     def _note_writable(self, sequence: Sequence) -> None:
         """It has blocks of its own from here to its tables' end; until then, or until a window
         passes a block, the scheduler need not ask again (Sequence.writable_to)."""
@@ -228,8 +242,11 @@ class PagedMemory:
                 self.pools[g].release(passed)
 
     def trim(self, sequence: Sequence) -> None:
-        """Give back the blocks of a `grow` whose step did not happen; a pending copy stays so."""
+        """Give back the blocks of a `grow` whose step did not happen, or of tokens that were not
+        accepted; a pending copy stays so."""
         count = blocks_for(sequence.computed, self.block_tokens)
+        if count == len(sequence.tables[0]):
+            return
         for pool, table in zip(self.pools, sequence.tables, strict=True):
             pool.release(table[count:])
             del table[count:]

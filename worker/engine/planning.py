@@ -6,13 +6,15 @@ that changed since the last plan are written again: a decode step costs the same
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 
 import numpy as np
 
 from worker.engine.plan import Ints, SampleRow, StepPlan, as_ints
 from worker.engine.request import CLEAN, Sequence
+
+Drafts = Mapping[Sequence, list[int]]
 
 ROWS_FIRST, WIDTH_FIRST = 16, 32  # of the matrices; both double when they are too small
 
@@ -33,8 +35,9 @@ class PlanBuilder:
             sequence.slot = -1
         sequence.stale_from = 0
 
-    def build(self, step: int, rows: Seq[tuple[Sequence, int]]) -> StepPlan:
-        """The plan in which each sequence computes its next `count` tokens; all have blocks."""
+    def build(self, step: int, rows: Seq[tuple[Sequence, int]], drafts: Drafts) -> StepPlan:
+        """The plan in which each sequence computes its next `count` tokens, those of its draft
+        included; all have blocks."""
         sequences = [sequence for sequence, _ in rows]
         counts = as_ints([count for _, count in rows])
         first = as_ints([s.computed for s in sequences])
@@ -49,7 +52,7 @@ class PlanBuilder:
         else:
             at = np.repeat(at, counts)
             positions = np.arange(starts[-1], dtype=np.int32) + (first - starts[:-1])[at]
-            token_ids = _token_ids(rows)
+            token_ids = _token_ids(rows, drafts)
         tables = self._tables(sequences, -(-int(lengths.max()) // self._size))
         blocks, offsets = np.divmod(positions, np.int32(self._size))
         return StepPlan(
@@ -61,7 +64,7 @@ class PlanBuilder:
             tables=tables,
             slots=[table[at, blocks] * np.int32(self._size) + offsets for table in tables],
             copies=[copy for s in sequences if s.copies for copy in s.copies],
-            samples=_samples(rows, starts),
+            samples=_samples(rows, starts, drafts),
             adapters=adapters if any(adapters) else (),
         )
 
@@ -115,20 +118,25 @@ class PlanBuilder:
                 assert sequence.stale_from < CLEAN or (row[known:] == -1).all()
 
 
-def _token_ids(rows: Seq[tuple[Sequence, int]]) -> Ints:
+def _token_ids(rows: Seq[tuple[Sequence, int]], drafts: Drafts) -> Ints:
     ids: list[int] = []
     for sequence, count in rows:
         if count == 1:
             ids.append(sequence.tokens[sequence.computed])
         else:
             ids += sequence.tokens[sequence.computed : sequence.computed + count]
+            ids += drafts.get(sequence, ())
     return as_ints(ids)
 
 
-def _samples(rows: Seq[tuple[Sequence, int]], starts: Ints) -> list[SampleRow]:
-    """The draws from the last rows of the sequences that have no more to compute."""
+def _samples(rows: Seq[tuple[Sequence, int]], starts: Ints, drafts: Drafts) -> list[SampleRow]:
+    """The draws from the last rows of the sequences that have no more to compute, and from all rows
+    of those with a draft."""
     samples: list[SampleRow] = []
     for (sequence, count), end in zip(rows, starts[1:].tolist(), strict=True):
+        if drafts and (draft := drafts.get(sequence)):
+            samples.extend(_draft_rows(sequence, draft, end - count))
+            continue
         if sequence.computed + count != len(sequence.tokens):
             continue
         request = sequence.request
@@ -153,4 +161,20 @@ def _sample_rows(sequence: Sequence, row: int) -> Iterator[SampleRow]:
     for choice in choices:
         yield SampleRow(
             row, sequence.id, choice, sequence.generated, spec.sampling, history, output
+        )
+
+
+def _draft_rows(sequence: Sequence, draft: list[int], row: int) -> Iterator[SampleRow]:
+    """The draws from the row of a sequence's last token and from those of its draft, each as it
+    would be if all before it were drawn already."""
+    spec = sequence.request.spec
+    history: tuple[int, ...] = ()
+    output: tuple[int, ...] = ()
+    if spec.sampling.needs_history:
+        history = spec.token_ids[: spec.prompt_tokens]
+        output = (*sequence.tokens[spec.prompt_tokens :], *draft)
+    first = sequence.generated
+    for at in range(first, first + len(draft) + 1):
+        yield SampleRow(
+            row + at - first, sequence.id, sequence.choice, at, spec.sampling, history, output[:at]
         )

@@ -15,8 +15,9 @@ from worker.config import EngineConfig
 from worker.engine.admission import Forecast, LengthHistory
 from worker.engine.paging import PagedMemory, blocks_for
 from worker.engine.plan import StepPlan
-from worker.engine.planning import PlanBuilder
+from worker.engine.planning import Drafts, PlanBuilder
 from worker.engine.request import Request, Sequence, State
+from worker.engine.speculation import Speculator
 from worker.engine.timing import StepTimes
 from worker.engine.waiting import WaitingQueue
 
@@ -29,10 +30,12 @@ OVERTAKEN_MAX = 8  # times
 
 @dataclass(frozen=True)
 class Scheduled:
-    """A plan and, in its order, the sequences with how many tokens each computes."""
+    """A plan and, in its order, the sequences with how many tokens each computes, among them those
+    of `drafts`, which come after the sequence's own."""
 
     plan: StepPlan
     rows: tuple[tuple[Sequence, int], ...]
+    drafts: Drafts = field(default_factory=dict)
 
 
 @dataclass
@@ -73,6 +76,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # by age
         self.parked: dict[int, Sequence] = {}  # by id: without blocks, without credit
         self.lengths = LengthHistory()
+        self.speculator = Speculator(config.speculate)
         self._forecast = Forecast(memory, self.lengths)
         self._times = times
         self._config = config
@@ -166,10 +170,11 @@ class Scheduler:
             self._prefill(draft, prompts)
         if not draft.rows:
             return None
+        drafts = self._speculate(draft) if self.speculator.most else {}
         rows = tuple(draft.rows.items())
         for sequence, _ in rows:
             sequence.last_step = self._step
-        return Scheduled(self.builder.build(self._step, rows), rows)
+        return Scheduled(self.builder.build(self._step, rows, drafts), rows, drafts)
 
     def take_back(self, scheduled: Scheduled) -> bool:
         """A plan was too large for the device: the next ones have at most half its tokens, growing
@@ -227,6 +232,24 @@ class Scheduler:
         for sequence in prompts:
             self._schedule(draft, sequence, prefill=True)
         self._admit(draft)
+
+    def _speculate(self, draft: _Draft) -> Drafts:
+        """Drafts for sequences that decode, from what budget and free blocks all others left."""
+        decoding = [
+            s
+            for s, count in draft.rows.items()
+            if count == 1 and s.inserted and s.computed + 1 == len(s.tokens)
+        ]
+        drafts: dict[Sequence, list[int]] = {}
+        if not decoding or not self.speculator.pays(len(decoding)):
+            return drafts
+        for sequence in decoding:
+            tokens = self.speculator.propose(sequence, draft.budget)
+            if tokens and (count := self.memory.grow_spare(sequence, 1 + len(tokens))) > 1:
+                drafts[sequence] = tokens[: count - 1]
+                draft.rows[sequence] = count
+                draft.budget -= count - 1
+        return drafts
 
     def _schedule(self, draft: _Draft, sequence: Sequence, *, prefill: bool = False) -> None:
         """Give a running sequence rows of this step, or more of them, preempting others for it

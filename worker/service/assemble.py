@@ -64,6 +64,7 @@ def load_parts(config: ReplicaConfig) -> ReplicaParts:
         decode_slowdown_max=config.decode_slowdown_max,
         waiting_max=config.waiting_max,
         cache=config.cache,
+        speculate=config.speculate,
     )
     engine = ThreadEngine(EngineCore(model, limits, clock))
     return ReplicaParts(engine, model.spec, blocks, _text_files(config.model), clock)

@@ -39,7 +39,7 @@ def _check(config: ReplicaConfig) -> None:
     for field in ("block_tokens", "step_tokens_max", "running_max", "waiting_max"):
         if getattr(config, field) < 1:
             raise InvalidRequest(f"The replica's configuration needs {field} of at least 1.")
-    for field in ("threads", "context_tokens"):
+    for field in ("threads", "context_tokens", "speculate"):
         if getattr(config, field) < 0:
             raise InvalidRequest(f"The replica's configuration needs {field} of at least 0.")
     if not (config.decode_slowdown_max == 0 or config.decode_slowdown_max > 1):
