@@ -38,7 +38,7 @@ def adjusted(
         return logits
     scores = logits.clone()
     if allowed:
-        _mask_all_but(scores, allowed, [rows[i].params.allowed_token_ids for i in allowed])
+        _mask_all_but(scores, allowed, [rows[i].params.allowed_array for i in allowed])
     if any(ends):
         at = [i for i, ids in enumerate(ends) for _ in ids]
         scores[_index(at, scores), _index([t for ids in ends for t in ids], scores)] = -math.inf
@@ -62,12 +62,14 @@ def _values(
     return torch.as_tensor(values, dtype=torch.float32, device=scores.device)
 
 
-def _mask_all_but(scores: torch.Tensor, numbers: list[int], allowed: list[tuple[int, ...]]) -> None:
+def _mask_all_but(
+    scores: torch.Tensor, numbers: list[int], allowed: list[npt.NDArray[np.int64]]
+) -> None:
     """Leave only the allowed scores of the rows `numbers`."""
     index = _index(numbers, scores)
     masked = torch.ones(len(numbers), scores.shape[1], dtype=torch.bool, device=scores.device)
-    at = [i for i, ids in enumerate(allowed) for _ in ids]
-    masked[_index(at, scores), _index([t for ids in allowed for t in ids], scores)] = False
+    for row, ids in zip(masked, allowed, strict=True):
+        row[_index(ids, scores)] = False
     scores[index] = scores[index].masked_fill_(masked, -math.inf)
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
+
 TEMPERATURE_MIN = 1e-5  # below: greedy
 
 
@@ -38,6 +41,11 @@ class SamplingParams:
         """Whether the token at `position`, from 0, may be a stop: the first `min_tokens` of the
         output never are, as in transformers' min_new_tokens."""
         return position >= self.min_tokens
+
+    @cached_property
+    def allowed_array(self) -> npt.NDArray[np.int64]:
+        """`allowed_token_ids`, made once: a list may be long, and every step needs it."""
+        return np.array(self.allowed_token_ids, dtype=np.int64)
 
     @cached_property
     def is_plain(self) -> bool:
