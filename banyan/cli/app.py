@@ -71,6 +71,9 @@ def up(
     ] = False,
     pool_gib: Annotated[float, typer.Option(help="KV memory per replica; 0 = automatic.")] = 0.0,
     context_tokens: Annotated[int, typer.Option(help="0 = the model's.")] = 0,
+    speculate: Annotated[
+        int, typer.Option(help="Tokens guessed ahead from a request's own text; 0 = none.")
+    ] = 0,
     ray_address: Annotated[
         str, typer.Option(help="Join this Ray cluster (its token in RAY_AUTH_TOKEN).")
     ] = "",
@@ -89,7 +92,7 @@ def up(
     spec = ClusterSpec(
         model=model, name=name, replicas=replicas, routers=routers, listen=listen, device=device,
         dtype=dtype, compute=compute, batch_invariant=batch_invariant, pool_gib=pool_gib or None,
-        context_tokens=context_tokens,
+        context_tokens=context_tokens, speculate=speculate,
         ray_address=ray_address, timeout_s=timeout_s,
         api_keys=read_api_keys(Path(api_keys)) if api_keys else {},
         adapters=tuple(adapter or ()),

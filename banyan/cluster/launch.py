@@ -235,6 +235,7 @@ def _orders(launch: _Launch) -> list[dict[str, Any]]:
             threads=threads,
             pool_gib=_pool_gib(spec),
             context_tokens=spec.context_tokens,
+            speculate=spec.speculate,
             adapters=adapter_folders(spec.adapters),
             progress_file=str(_progress_file(launch, name)),
         )

@@ -36,6 +36,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch-invariant", action="store_true")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--context-tokens", type=int, default=0)
+    parser.add_argument("--speculate", type=int, default=0)
     parser.add_argument("--gpus", type=int, default=0)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--pool-gib", type=float)
@@ -60,6 +61,7 @@ def replica_config(options: argparse.Namespace, model: str) -> ReplicaConfig:
         threads=options.threads,
         pool_gib=options.pool_gib,
         context_tokens=options.context_tokens,
+        speculate=options.speculate,
         adapters=tuple(options.adapter),
     )
 

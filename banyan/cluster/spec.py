@@ -30,6 +30,7 @@ class ClusterSpec:
     batch_invariant: bool = False
     pool_gib: float | None = None
     context_tokens: int = 0
+    speculate: int = 0  # EngineConfig.speculate
     ray_address: str = ""
     timeout_s: float = 300.0
     api_keys: dict[str, str] = field(default_factory=dict)  # key -> tenant; empty: no keys
@@ -121,6 +122,8 @@ def check(spec: ClusterSpec) -> None:
     adapter_folders(spec.adapters)
     if spec.context_tokens < 0:
         raise LaunchError("--context-tokens must not be negative.")
+    if spec.speculate < 0:
+        raise LaunchError("--speculate must not be negative.")
     if not spec.timeout_s > 0:  # nan too; inf is no limit
         raise LaunchError("--timeout-s must be more than 0.")
     if uses_gpu(spec) and not spec.ray_address and spec.replicas > gpus():

@@ -52,6 +52,7 @@ def sentence(done: subprocess.CompletedProcess[str]) -> str:
         (["--pool-gib", "nan"], "error: --pool-gib must be more than 0."),
         (["--pool-gib", "inf"], "error: --pool-gib must be more than 0."),
         (["--context-tokens", "-5"], "error: --context-tokens must not be negative."),
+        (["--speculate", "-1"], "error: --speculate must not be negative."),
         (["--timeout-s", "-1"], "error: --timeout-s must be more than 0."),
         (["--timeout-s", "nan"], "error: --timeout-s must be more than 0."),
         (["--name", "../x"], "error: A cluster name has letters, digits, - and _ only"),
