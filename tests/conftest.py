@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from kernels.native import build
 
 # The same examples in every run, and no verdict on how fast this machine is.
 settings.register_profile(
@@ -17,6 +20,16 @@ settings.load_profile("banyan")
 # Threads of a matrix product sleep while they wait: spinning beside any busy neighbour makes a step
 # ten times slower. Before torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled_path_is_built_once() -> None:
+    """Many tests, and the clusters they start, have a home of their own: without this each of them
+    would build the compiled path again."""
+    folder = build.cache_folder()
+    with suppress(build.NativeUnavailable):
+        build.library()
+    os.environ.setdefault("BANYAN_NATIVE", str(folder))
 
 
 @pytest.fixture(scope="session")
