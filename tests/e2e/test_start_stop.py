@@ -54,6 +54,8 @@ def begin(home: Path, until: str) -> subprocess.Popen[bytes]:
         env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        # Where the tests run in the background of a shell, children inherit that it is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 90
     while not any(until in line for line in strays(home)):
