@@ -375,9 +375,9 @@ def test_aclose_from_another_task(start: Start) -> None:
 
     async def scenario() -> None:
         async with AsyncClient(router.address) as client:
+            router.hang.clear()  # before the stream begins: it could be over by the time of Started
             stream = client.generate("hi")
             assert isinstance(await anext(stream), Started)
-            router.hang.clear()
             waiting = asyncio.ensure_future(stream.completion())
             await asyncio.sleep(0.1)
             await stream.aclose()
