@@ -28,7 +28,7 @@ def _compiled_path_is_built_once() -> None:
     would build the compiled path again."""
     folder = build.cache_folder()
     with suppress(build.NativeUnavailable):
-        build.library()
+        build.load_library()
     os.environ.setdefault("BANYAN_NATIVE", str(folder))
 
 

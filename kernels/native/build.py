@@ -105,7 +105,7 @@ _lock = threading.Lock()
 _loaded: dict[str, ctypes.CDLL] = {}
 
 
-def library(isa: str = "") -> tuple[ctypes.CDLL, str]:
+def load_library(isa: str = "") -> tuple[ctypes.CDLL, str]:
     """The loaded library and its instruction set's name: the best that runs here, or the one named.
 
     Builds it if it is not in the cache. Raises NativeUnavailable.

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.native.build import library
+from kernels.native.build import load_library
 from kernels.native.memory import huge_bytes
 
 PAGE_LAYOUT = "lkh-paired"  # the Representation.layout of such blocks
@@ -163,7 +163,7 @@ class NativeDecoder:
         """embedding and head [vocab, hidden] in the shape's dtype (head is not read if tied)."""
         assert not shape.unsupported() and threads > 0
         self.shape = shape
-        self._library, self.isa = library(isa)
+        self._library, self.isa = load_library(isa)
         self._declare()
         self._kept: list[torch.Tensor] = []  # what the compiled side points to
         self._weights = huge_bytes(self._weight_bytes())

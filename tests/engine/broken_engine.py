@@ -37,10 +37,6 @@ class Broken:
         """Always."""
         return True
 
-    def read(self) -> float:
-        """Not offered."""
-        raise NotImplementedError
-
 
 def main() -> None:
     """Serve until it fails."""

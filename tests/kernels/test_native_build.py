@@ -22,7 +22,7 @@ from kernels.native.build import (
     InstructionSet,
     NativeUnavailable,
     file_name,
-    library,
+    load_library,
 )
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -39,7 +39,7 @@ import sys
 from pathlib import Path
 from kernels.native import build
 build.SOURCES = Path(sys.argv[1])
-loaded, name = build.library("portable")
+loaded, name = build.load_library("portable")
 print(name, loaded.answer())
 """
 
@@ -97,7 +97,7 @@ class Workshop:
     def fails(self, match: str) -> None:
         self.patch.setattr(build, "_loaded", {})
         with pytest.raises(NativeUnavailable, match=match) as caught:
-            library("portable")
+            load_library("portable")
         text = str(caught.value)
         assert text.endswith(".") and "\n" not in text and ". " not in text
 
@@ -108,15 +108,15 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
 
 
 def test_a_build_in_the_cache_is_not_built_again(shop: Workshop) -> None:
-    loaded, name = library("portable")
+    loaded, name = load_library("portable")
     assert (loaded.answer(), name, shop.runs) == (42, "portable", 1)
-    assert library("portable")[0] is loaded
+    assert load_library("portable")[0] is loaded
     assert shop.kept() == [shop.target.name]
     out, _ = shop.start().communicate(timeout=60)
     assert (out, shop.runs) == ("portable 42\n", 1)
     shop.patch.setattr(build, "_loaded", {})
     shop.patch.setenv("CXX", "no-such-compiler")  # what is there needs none
-    assert library("portable")[0].answer() == 42
+    assert load_library("portable")[0].answer() == 42
 
 
 def test_names_tell_sources_and_flags_apart(
@@ -125,10 +125,10 @@ def test_names_tell_sources_and_flags_apart(
     names = {file_name(one) for one in INSTRUCTION_SETS}
     assert len(names) == len(INSTRUCTION_SETS)
     assert names == {file_name(one) for one in INSTRUCTION_SETS}
-    library("portable")
+    load_library("portable")
     shop.write(answer=43)
     shop.patch.setattr(build, "_loaded", {})
-    assert library("portable")[0].answer() == 43
+    assert load_library("portable")[0].answer() == 43
     assert len(shop.kept()) == shop.runs == 2
     (shop.sources / "more.h").write_text("// a header counts too\n")
     assert shop.target.name not in shop.kept()
@@ -158,7 +158,7 @@ def test_a_killed_build_leaves_nothing_that_is_loaded(shop: Workshop) -> None:
     process.communicate(timeout=60)
     assert shop.kept() and not shop.target.exists()
     shop.compiler(f'exec {shop.real} "$@"')
-    assert library("portable")[0].answer() == 42
+    assert load_library("portable")[0].answer() == 42
     assert shop.runs == 2
 
 
@@ -201,7 +201,7 @@ def test_the_first_compiler_of_the_path_is_found(shop: Workshop) -> None:
         shutil.copy(shop.folder / "cxx", shop.folder / name)
         assert Path(build.compiler()) == shop.folder / name
     shop.patch.setenv("PATH", f"{shop.folder}:{path}")  # compilers call assemblers and linkers
-    assert library("portable")[0].answer() == 42
+    assert load_library("portable")[0].answer() == 42
     assert shop.runs == 1
 
 
@@ -225,9 +225,9 @@ def test_the_next_best_build_stands_in(shop: Workshop) -> None:
     broken = shop.target.with_name(file_name(BETTER))
     broken.parent.mkdir(parents=True)
     broken.write_bytes(b"garbage")
-    assert library()[1] == "portable"
+    assert load_library()[1] == "portable"
     broken.unlink()
-    assert library()[1] == "better"
+    assert load_library()[1] == "better"
 
 
 def test_a_library_of_another_version(shop: Workshop) -> None:
@@ -247,11 +247,11 @@ def test_instructions_that_the_kernel_does_not_allow(shop: Workshop) -> None:
 
 def test_a_build_that_this_cpu_cannot_run(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NativeUnavailable, match="cannot run the build 'nonesuch'"):
-        library("nonesuch")
+        load_library("nonesuch")
     monkeypatch.setattr(build, "cpu_flags", lambda: frozenset({"avx2", "fma", "sse2"}))
     assert [one.name for one in build.supported()] == ["avx2", "portable"]
     with pytest.raises(NativeUnavailable, match="cannot run the build 'amx'"):
-        library("amx")
+        load_library("amx")
     monkeypatch.setattr(build, "cpu_flags", frozenset)  # a kernel without /proc/cpuinfo
     assert [one.name for one in build.supported()] == ["portable"]
 
@@ -275,7 +275,7 @@ def test_prebuilt_libraries_need_no_compiler(
     assert capsys.readouterr().out.split() == [str(folder / name) for name in names]
     monkeypatch.setenv("BANYAN_NATIVE", str(folder))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert library("portable")[0].answer() == 42
+    assert load_library("portable")[0].answer() == 42
     assert not shop.home.exists()
     shop.write(answer=43)  # of other sources: not what is asked for
     shop.fails("no C\\+\\+ compiler")

@@ -202,14 +202,15 @@ class Scheduler:
         return decoding
 
     def _prefill_share(self, decoding: int, prompts: int) -> int:
-        """Tokens of prompts in a step beside so many that decode. Prompts may slow decoding down by
-        `decode_slowdown_max`, and by as much more as there are more of them than decoders: each
-        wait is worth the same. Never nothing, so that prompts go on."""
+        """Tokens of prompts in a step beside so many that decode. Each prompt, running or waiting,
+        may slow decoding down by `decode_slowdown_max`: one beside many decoders is held back, a
+        burst is not, since its last would wait for all before it. Never nothing, so that prompts
+        go on."""
         slowdown = self._config.decode_slowdown_max
         if not decoding or slowdown == 0:
             return self._budget
-        weight = max(1.0, (prompts + len(self.waiting)) / decoding)
-        tokens = self._times.prefill_within(decoding, 1.0 + (slowdown - 1.0) * weight)
+        allowed = 1.0 + (slowdown - 1.0) * max(1, prompts + len(self.waiting))
+        tokens = self._times.prefill_within(decoding, allowed)
         return int(min(self._budget, max(PREFILL_MIN, tokens)))
 
     def _prefill(self, draft: _Draft, prompts: list[Sequence]) -> None:

@@ -23,7 +23,7 @@ from worker.engine.plan import Ints, StepPlan
 from worker.models.adapter_probe import AttentionLayer
 from worker.models.base import ModelSpec
 from worker.models.llama import numeric_class
-from worker.models.pools import BlockPools
+from worker.models.pools import BlockPools, PooledModel
 from worker.models.weights import FLOATS
 
 PAGED = "banyan-paged"
@@ -117,7 +117,7 @@ def paged_attention(
     return _step.get().attend(query, key, value, scaling, softcap, s_aux), None
 
 
-class AdaptedModel:
+class AdaptedModel(PooledModel):
     """Implements worker.models.base.Model on one rank, for a loaded transformers model."""
 
     def __init__(
@@ -162,11 +162,6 @@ class AdaptedModel:
             representation=Representation(dtype=FLOATS[dtype]),
             numeric_class=numeric_class(self._device, dtype, attention),
         )
-
-    @property
-    def spec(self) -> ModelSpec:
-        """Constant."""
-        return self._spec
 
     def allocate(self, blocks: tuple[int, ...]) -> None:
         """Zeroed pools; raises OutOfBlocks if the device has not the memory for them now."""
@@ -219,17 +214,3 @@ class AdaptedModel:
 
     def _integers(self, values: list[int] | Ints) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
-
-    def read_block(self, group: int, block: int, rank: int = 0) -> bytes:
-        """The block's bytes as they lie in the pool."""
-        assert rank == 0
-        return self._pools.read(group, block)
-
-    def write_block(self, group: int, block: int, data: bytes, rank: int = 0) -> None:
-        """Overwrite a block's bytes; len(data) == block_bytes."""
-        assert rank == 0
-        self._pools.write(group, block, data)
-
-    def poison(self, group: int, blocks: list[int]) -> None:
-        """Make every key and value of the blocks NaN."""
-        self._pools.poison(group, blocks)

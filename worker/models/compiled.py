@@ -17,7 +17,7 @@ from worker.engine.plan import StepPlan
 from worker.models.base import ModelSpec
 from worker.models.config import ModelConfig
 from worker.models.llama import page_layouts
-from worker.models.pools import BlockPools
+from worker.models.pools import BlockPools, PooledModel
 from worker.models.rope import RopeTable, build_table
 from worker.models.weights import FLOATS, Weights
 
@@ -48,7 +48,7 @@ def decoder_shape(config: ModelConfig, dtype: torch.dtype, block_tokens: int) ->
     )
 
 
-class CompiledModel:
+class CompiledModel(PooledModel):
     """Implements worker.models.base.Model on one rank, on CPU."""
 
     def __init__(
@@ -93,11 +93,6 @@ class CompiledModel:
             numeric_class=f"cpu-{self._decoder.isa}-banyan{NUMERICS}-invariant-{shape.dtype}",
         )
 
-    @property
-    def spec(self) -> ModelSpec:
-        """Constant."""
-        return self._spec
-
     def allocate(self, blocks: tuple[int, ...]) -> None:
         """Zeroed pools; raises OutOfBlocks if the memory for them is not there now."""
         self._pools.allocate(blocks, huge_bytes)
@@ -123,20 +118,6 @@ class CompiledModel:
     def read_rate(self) -> float:
         """Bytes per second of reading the weights on all threads; for benchmarks, between steps."""
         return self._decoder.read_rate()
-
-    def read_block(self, group: int, block: int, rank: int = 0) -> bytes:
-        """The block's bytes as they lie in the pool."""
-        assert rank == 0
-        return self._pools.read(group, block)
-
-    def write_block(self, group: int, block: int, data: bytes, rank: int = 0) -> None:
-        """Overwrite a block's bytes; len(data) == block_bytes."""
-        assert rank == 0
-        self._pools.write(group, block, data)
-
-    def poison(self, group: int, blocks: list[int]) -> None:
-        """Make every key and value of the blocks NaN."""
-        self._pools.poison(group, blocks)
 
 
 def _ints(values: object) -> np.ndarray:

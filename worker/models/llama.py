@@ -22,7 +22,7 @@ from worker.models.base import AdapterSpec, ModelSpec
 from worker.models.config import ModelConfig
 from worker.models.linear import Linear, packs
 from worker.models.lora import Adapter, AdapterRows, adapter_rows, add_low_rank
-from worker.models.pools import BlockPools
+from worker.models.pools import BlockPools, PooledModel
 from worker.models.rope import build_table, rotate
 from worker.models.weights import FLOATS, Weights
 
@@ -89,7 +89,7 @@ class _Layer:
     rope: int  # which of the model's tables
 
 
-class LlamaModel:
+class LlamaModel(PooledModel):
     """Implements worker.models.base.Model on one rank."""
 
     def __init__(
@@ -139,11 +139,6 @@ class LlamaModel:
             adapters=tuple(AdapterSpec(a.name, a.fingerprint) for a in self._adapters),
         )
 
-    @property
-    def spec(self) -> ModelSpec:
-        """Constant."""
-        return self._spec
-
     def allocate(self, blocks: tuple[int, ...]) -> None:
         """Zeroed pools; raises OutOfBlocks if the device has not the memory for them now."""
         self._pools.allocate(blocks)
@@ -179,20 +174,6 @@ class LlamaModel:
             self._attend(layer, hidden, angles[layer.rope], batches[layer.group], groups)
             self._feed_forward(layer, hidden, groups)
         return self._logits(hidden, [sample.row for sample in plan.samples])
-
-    def read_block(self, group: int, block: int, rank: int = 0) -> bytes:
-        """The block's bytes as they lie in the pool."""
-        assert rank == 0
-        return self._pools.read(group, block)
-
-    def write_block(self, group: int, block: int, data: bytes, rank: int = 0) -> None:
-        """Overwrite a block's bytes; len(data) == block_bytes."""
-        assert rank == 0
-        self._pools.write(group, block, data)
-
-    def poison(self, group: int, blocks: list[int]) -> None:
-        """Make every key and value of the blocks NaN."""
-        self._pools.poison(group, blocks)
 
     def _attend(
         self,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from kernels.backends import backend_for
-from kernels.native.build import NativeUnavailable, library
+from kernels.native.build import NativeUnavailable, load_library
 from seams.errors import ModelLoadError
 from worker.config import ReplicaConfig
 from worker.models.base import Model
@@ -72,7 +72,7 @@ def _unavailable(
     if reason:
         return reason
     try:
-        library()
+        load_library()
     except NativeUnavailable as error:
         return str(error)
     return ""

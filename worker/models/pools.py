@@ -1,4 +1,4 @@
-"""BlockPools: the bytes of a model's KV blocks on one device; knows no layer and no layout."""
+"""The bytes of a model's KV blocks on one device; knows no layer and no layout."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from kvstore.groups import KVGroup
 from seams.errors import OutOfBlocks
 from worker.engine.plan import BlockCopy
+from worker.models.base import ModelSpec
 from worker.models.memory import available_bytes
 
 POISON = 0xFF  # a float of any of our types whose bytes are all 0xFF is NaN
@@ -64,3 +65,30 @@ class BlockPools:
 
     def _zeros(self, count: int) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.uint8, device=self._device)
+
+
+class PooledModel:
+    """What every model of one rank has of worker.models.base.Model: its spec and its blocks. Who
+    derives from it sets `_spec` and `_pools`."""
+
+    _spec: ModelSpec
+    _pools: BlockPools
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Constant."""
+        return self._spec
+
+    def read_block(self, group: int, block: int, rank: int = 0) -> bytes:
+        """The block's bytes as they lie in the pool."""
+        assert rank == 0
+        return self._pools.read(group, block)
+
+    def write_block(self, group: int, block: int, data: bytes, rank: int = 0) -> None:
+        """Overwrite a block's bytes; len(data) == block_bytes."""
+        assert rank == 0
+        self._pools.write(group, block, data)
+
+    def poison(self, group: int, blocks: list[int]) -> None:
+        """Make every key and value of the blocks NaN."""
+        self._pools.poison(group, blocks)

@@ -77,10 +77,6 @@ class LlamaCpp:
         """Whether requests are left."""
         return bool(self._left or self._waiting)
 
-    def read(self) -> float:
-        """Not offered."""
-        raise NotImplementedError
-
     def _begin(self) -> None:
         prompts, self._waiting = self._waiting, []
         shared = common_prefix(self._kept, prompts[0]) if len(prompts) == 1 else 0

@@ -64,10 +64,6 @@ class Vllm:
         """Whether requests are left."""
         return bool(self._engine.has_unfinished_requests())
 
-    def read(self) -> float:
-        """Not offered."""
-        raise NotImplementedError
-
 
 def main() -> None:
     """Serve cases until standard input ends."""
