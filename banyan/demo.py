@@ -170,8 +170,8 @@ def _text_model(client: Client) -> TextModel:
 
 
 def _cluster() -> ClusterSpec:
-    """Two replicas, on GPUs where there are two; on a CPU in fp32, where rounding decides no
-    token, so that answers with and without the cache can be compared."""
+    """Two replicas, on GPUs where there are two, else on the CPU: there the compiled path is exact
+    and torch computes in fp32, so answers with and without the cache can be compared."""
     device = "auto" if gpus() >= 2 else "cpu"
     name = f"demo-{os.getpid()}"
     return ClusterSpec("demo", name, replicas=2, listen="127.0.0.1:0", device=device)

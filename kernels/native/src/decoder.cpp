@@ -1,19 +1,15 @@
 // One call computes a whole step: embedding, all layers, head; threads meet at a few barriers a layer.
 #include "banyan_native.h"
 
-#include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <memory>
 #include <new>
 #include <vector>
 
-#if defined(__SSE2__)
-#include <xmmintrin.h>
-#endif
-
 #include "attention.h"
+#include "buffers.h"
 #include "gemm.h"
+#include "tasks.h"
 #include "threads.h"
 
 namespace banyan {
@@ -26,68 +22,6 @@ struct Share {
 Share share(int count, int parts, int part) {
   return {(int)((int64_t)count * part / parts), (int)((int64_t)count * (part + 1) / parts)};
 }
-
-// Memory that only grows; 64-byte aligned, zeroed when it grows.
-template <class T>
-class Buffer {
- public:
-  Buffer() = default;
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  ~Buffer() { std::free(data_); }
-
-  void reserve(size_t count) {
-    if (count <= size_) return;
-    const size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
-    void* fresh = std::aligned_alloc(64, bytes);
-    if (fresh == nullptr) throw std::bad_alloc();
-    std::memset(fresh, 0, bytes);
-    std::free(data_);
-    data_ = static_cast<T*>(fresh);
-    size_ = count;
-  }
-  T* get() const { return data_; }
-
- private:
-  T* data_ = nullptr;
-  size_t size_ = 0;
-};
-
-// Consecutive rows of one sequence.
-struct Member {
-  int sequence, first_row, tokens;
-};
-
-// Query rows of one KV head that walk pages together: one member, or several that decode behind a
-// common prefix of `shared` positions (cascade attention; Hydragen, Juravsky et al. 2024, and
-// FlashInfer's): they walk that once, then each its own. The result is the same to the bit.
-struct Task {
-  int head, first_query, queries, first_member, members, shared;
-  int64_t cost;
-};
-
-struct TaskList {
-  std::vector<Task> tasks;
-  std::vector<Member> members;
-
-  void clear() {
-    tasks.clear();
-    members.clear();
-  }
-};
-
-// Numbers below the least normal one count as zero while it lives: they would take a hundred times as
-// long, and the products of bf16 pairs and of tiles never have them.
-class FlushDenormals {
- public:
-#if defined(__SSE2__)
-  FlushDenormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
-  ~FlushDenormals() { _mm_setcsr(before_); }
-
- private:
-  const unsigned before_;
-#endif
-};
 
 template <class E>
 void narrow(const float* from, E* to, int count) {
@@ -130,7 +64,7 @@ class DecoderOf final : public Decoder {
         team_(threads),
         counters_(config.layers),
         scratch_(threads),
-        shared_(config.groups) {
+        planner_(config) {
     hidden_ = padded(c_.hidden, INNER);
     qkv_ = padded((c_.query_heads + 2 * c_.kv_heads) * c_.head_dim, PANEL);
     attended_ = padded(c_.query_heads * c_.head_dim, INNER);
@@ -143,7 +77,7 @@ class DecoderOf final : public Decoder {
   void step(const BanyanStep& step) override {
     s_ = &step;
     reserve();
-    plan();
+    planner_.plan(step);
     for (auto& counter : counters_) counter.store(0, std::memory_order_relaxed);
     team_.run([](void* self, int thread) { static_cast<DecoderOf*>(self)->body(thread); }, this);
   }
@@ -194,97 +128,6 @@ class DecoderOf final : public Decoder {
     queries_.reserve(rows * attended_);
     outputs_.reserve(rows * attended_);
     activated_.reserve(rows * inter_);
-  }
-
-  // Sequences and heads into tasks, the costliest first. `lone_` for layers with a window, `shared_`
-  // per group for the others.
-  void plan() {
-    const int group = c_.query_heads / c_.kv_heads;
-    queries_per_task_ = group < TILE_ROWS ? group : TILE_ROWS;
-    tokens_per_task_ = TILE_ROWS / queries_per_task_;
-    decode_only_ = group <= TILE_ROWS;
-    for (int i = 0; i < s_->sequences; i++)
-      if (s_->starts[i + 1] - s_->starts[i] > 1) decode_only_ = false;
-    lone_.clear();
-    for (int i = 0; i < s_->sequences; i++) add_alone(lone_, i);
-    sort(lone_);
-    for (int g = 0; g < c_.groups; g++) plan_group(g);
-  }
-
-  static void sort(TaskList& list) {
-    std::stable_sort(list.tasks.begin(), list.tasks.end(),
-                     [](const Task& a, const Task& b) { return a.cost > b.cost; });
-  }
-
-  void add_alone(TaskList& list, int sequence) {
-    const int first = s_->starts[sequence], last = s_->starts[sequence + 1];
-    for (int row = last; row > first; row -= tokens_per_task_) {
-      const int from = row - tokens_per_task_ > first ? row - tokens_per_task_ : first;
-      list.members.push_back({sequence, from, row - from});
-      add_tasks(list, (int)list.members.size() - 1, 1, 0, s_->lengths[sequence] - (last - row));
-    }
-  }
-
-  void add_tasks(TaskList& list, int member, int members, int shared, int64_t cost) {
-    const int group = c_.query_heads / c_.kv_heads;
-    for (int head = 0; head < c_.kv_heads; head++)
-      for (int q = 0; q < group; q += queries_per_task_) {
-        const int queries = group - q < queries_per_task_ ? group - q : queries_per_task_;
-        list.tasks.push_back({head, q, queries, member, members, shared, cost});
-      }
-  }
-
-  const int32_t* table(int group, int sequence) const {
-    return s_->tables[group] + (size_t)sequence * s_->widths[group];
-  }
-
-  // Leading positions that two decoding sequences hold in the same blocks, in whole chunks.
-  int common(int group, int a, int b) const {
-    const int length = s_->lengths[a] < s_->lengths[b] ? s_->lengths[a] : s_->lengths[b];
-    const int32_t *x = table(group, a), *y = table(group, b);
-    int blocks = 0;
-    while ((blocks + 1) * c_.block_tokens <= length && x[blocks] >= 0 && x[blocks] == y[blocks]) blocks++;
-    return blocks * c_.block_tokens / CHUNK * CHUNK;
-  }
-
-  void plan_group(int group) {
-    TaskList& list = shared_[group];
-    list.clear();
-    order_.clear();
-    for (int i = 0; i < s_->sequences; i++) {
-      const int rows = s_->starts[i + 1] - s_->starts[i];
-      if (rows == 1 && tokens_per_task_ > 1 && s_->lengths[i] > CHUNK)
-        order_.push_back(i);
-      else if (rows > 0)
-        add_alone(list, i);
-    }
-    // Sequences with a common prefix come to stand side by side.
-    std::sort(order_.begin(), order_.end(), [&](int a, int b) {
-      const int32_t *x = table(group, a), *y = table(group, b);
-      const int width = s_->widths[group];
-      for (int i = 0; i < width; i++)
-        if (x[i] != y[i]) return x[i] < y[i];
-      return a < b;
-    });
-    for (size_t i = 0; i < order_.size();) {
-      size_t end = i + 1;
-      int shared = 0;
-      while (end < order_.size() && (int)(end - i) < tokens_per_task_) {
-        const int with = common(group, order_[i], order_[end]);
-        if (with == 0 || (end - i > 1 && with < shared / 2)) break;
-        shared = with;  // of the first and the last, so of all between
-        end++;
-      }
-      const int member = (int)list.members.size();
-      int64_t cost = shared;
-      for (size_t k = i; k < end; k++) {
-        list.members.push_back({order_[k], s_->starts[order_[k]], 1});
-        cost += s_->lengths[order_[k]] - shared;
-      }
-      add_tasks(list, member, (int)(end - i), shared, cost);
-      i = end;
-    }
-    sort(list);
   }
 
   void body(int thread) {
@@ -351,11 +194,11 @@ class DecoderOf final : public Decoder {
            store(at + 16, high);
          });
     meet();
-    if (!decode_only_) {
+    if (!planner_.decode_only()) {
       turn_rows(layer, thread);
       meet();
     }
-    const TaskList& list = layer.window > 0 ? lone_ : shared_[layer.group];
+    const TaskList& list = planner_.tasks(layer);
     for (int t; (t = counter.fetch_add(1, std::memory_order_relaxed)) < (int)list.tasks.size();)
       run_task(layer, list.tasks[t], &list.members[list.tasks[t].first_member], *scratch_[thread]);
     meet();
@@ -474,11 +317,11 @@ class DecoderOf final : public Decoder {
     int last[TILE_ROWS], rows = 0;
     for (int m = 0; m < task.members; m++) {
       const Member& member = members[m];
-      if (decode_only_) write_kv(layer, member.sequence, member.first_row, task.head, scratch.head);
+      if (planner_.decode_only()) write_kv(layer, member.sequence, member.first_row, task.head, scratch.head);
       for (int row = member.first_row; row < member.first_row + member.tokens; row++)
         for (int q = 0; q < task.queries; q++, rows++) {
           last[rows] = position_of(member.sequence, row);
-          if (decode_only_)
+          if (planner_.decode_only())
             turn_query(layer, row, first_head + q, s.query + rows * dim, scratch.head);
           else
             std::memcpy(s.query + rows * dim, queries_.get() + (size_t)row * attended_ + (first_head + q) * dim,
@@ -511,6 +354,10 @@ class DecoderOf final : public Decoder {
   PlainPages<E> pages(const BanyanLayer& layer, int sequence) const {
     return {keys_of(layer),  block_elements(layer), (size_t)c_.kv_heads * c_.block_tokens * c_.head_dim,
             c_.block_tokens, c_.head_dim,           table(layer.group, sequence)};
+  }
+
+  const int32_t* table(int group, int sequence) const {
+    return s_->tables[group] + (size_t)sequence * s_->widths[group];
   }
 
   // Where among its sequence's physical positions a row is.
@@ -568,11 +415,7 @@ class DecoderOf final : public Decoder {
   std::vector<std::atomic<int>> counters_;  // next attention task, per layer
   std::vector<std::unique_ptr<Scratch>> scratch_;
   const BanyanStep* s_ = nullptr;
-  TaskList lone_;
-  std::vector<TaskList> shared_;
-  std::vector<int> order_;
-  int queries_per_task_ = 1, tokens_per_task_ = 1;
-  bool decode_only_ = true;
+  Planner planner_;
   Buffer<float> residual_, projected_;
   Buffer<E> normed_, queries_, outputs_, activated_;
 };
