@@ -1,0 +1,1 @@
+"""Where blocks live outside the device: one contract (base.py), one module per tier."""
