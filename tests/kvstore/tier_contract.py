@@ -290,6 +290,16 @@ class TierContract:
             tier.keep(names)
             assert tier.load(names) == [Status.OK] * 4
 
+    def test_names_are_what_it_holds(self, factory: TierFactory) -> None:
+        names = [name for group in factory.sizes for name in names_of_chain(16, 3, group)]
+        with opened(factory, factory.fresh()) as tier:
+            assert tier.tier.names() == []
+            tier.keep(names)
+            tier.tier.discard(names[:1])
+            held = tier.tier.names()
+            assert len(held) == len(set(held)) and set(held) <= set(names[1:])
+            assert not factory.bounded or set(held) == set(names[1:])
+
     def test_clear(self, factory: TierFactory) -> None:
         names = names_of_chain(17, 5)
         with opened(factory, factory.fresh()) as tier:
@@ -432,6 +442,7 @@ class TierContract:
         assert set(after.store(names)) <= NOT_OK
         tier.discard(names)
         tier.clear()
+        assert tier.names() == []
         tier.stats()
 
     def test_closing_under_use(self, factory: TierFactory) -> None:
