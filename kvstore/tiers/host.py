@@ -55,7 +55,7 @@ class HostTier:
         self._sizes = dict(sizes)
         self._write_back = write_back
         self._verify = verify
-        self.on_evicted = on_evicted
+        self._on_evicted = on_evicted
         self._lock = threading.Lock()
         self._table = SlotTable(sizes, capacity_bytes, dirty_max_share)
         assert self._table.arena_bytes > 0, "not even one block fits"
@@ -87,6 +87,10 @@ class HostTier:
     def dirty_bytes(self) -> int:
         """Of slots that no lower tier has."""
         return self._table.dirty_bytes
+
+    def hear_evicted(self, on_evicted: OnEvicted) -> None:
+        """Tell `on_evicted`, and nobody else, of what leaves from now on."""
+        self._on_evicted = on_evicted
 
     # ---- the tier contract
 
@@ -211,6 +215,12 @@ class HostTier:
         with self._lock:
             self._table.finish(slot, ok, dirty=False)
 
+    def touch(self, names: Sequence[BlockName]) -> None:
+        """These were used just now, parents first; those that are not here are ignored."""
+        with self._lock:
+            slots = [self._table.find(name) for name in names]
+            self._table.touch([slot for slot in slots if slot is not None])
+
     def pin(self, name: BlockName) -> memoryview | None:
         """The bytes of `name`, to be read only, which stay until `unpin`; None on a miss. A use.
         Pins are counted. Not verified: whoever copies from here trusts this memory."""
@@ -310,8 +320,8 @@ class HostTier:
             table.unpin(slot)
 
     def _tell(self, gone: list[BlockName]) -> None:
-        if gone and self.on_evicted is not None:
-            self.on_evicted(gone)
+        if gone and self._on_evicted is not None:
+            self._on_evicted(gone)
 
 
 def _arena(size: int) -> memoryview:

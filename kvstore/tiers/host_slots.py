@@ -57,6 +57,7 @@ class _Chunk:
     def __init__(self, at: int) -> None:
         self.at = at
         self.slots: list[Slot] = []
+        self.used = 0  # slots that are not EMPTY
 
 
 class _Coldest:
@@ -109,6 +110,7 @@ class _Slab:
     def __init__(self, slot_bytes: int, leaf: Callable[[Slot], bool]) -> None:
         self.slot_bytes = slot_bytes
         self.empty: list[Slot] = []
+        self.unused: set[_Chunk] = set()  # all of whose slots are empty
         self.clean = _Coldest(lambda slot: not slot.dirty and leaf(slot))
         self.dirty = _Coldest(lambda slot: slot.dirty and leaf(slot))
 
@@ -117,6 +119,13 @@ class _Slab:
         ends = range(self.slot_bytes, chunk_bytes + 1, self.slot_bytes)
         chunk.slots = [Slot(chunk.at + end - self.slot_bytes, self, chunk) for end in ends]
         self.empty.extend(reversed(chunk.slots))
+        self.unused.add(chunk)
+
+    def give_up(self, chunk: _Chunk) -> None:
+        """Part with `chunk`, of which no slot is used."""
+        assert chunk.used == 0
+        self.unused.remove(chunk)
+        self.empty = [slot for slot in self.empty if slot.chunk is not chunk]
 
 
 def _ident(name: BlockName) -> Ident:
@@ -247,6 +256,8 @@ class SlotTable:
         slot.name, slot.ident, slot.bytes = name, ident, self._sizes[name.group]
         slot.state, slot.pins, slot.dirty = FILLING, 1, False
         slot.stamp = self._tick
+        slot.slab.unused.discard(slot.chunk)
+        slot.chunk.used += 1
         self._slots[ident] = slot
         self.held_bytes += slot.slab.slot_bytes
         return slot
@@ -327,13 +338,25 @@ class SlotTable:
             (slot.slab.dirty if slot.dirty else slot.slab.clean).offer(slot)
 
     def _room(self, slab: _Slab) -> Slot | None:
-        if not slab.empty and self._uncut:
-            slab.adopt(self._uncut.pop(), self._chunk_bytes)
-        if not slab.empty:
+        """An empty slot, from the cheapest source there is."""
+        if not slab.empty and not self._adopt_unused(slab):
             coldest = self._coldest(slab)
             if not self._steal(slab, coldest) and coldest is not None:
                 self._evict(coldest)
         return slab.empty.pop() if slab.empty else None
+
+    def _adopt_unused(self, slab: _Slab) -> bool:
+        """Give `slab` a chunk in which nothing lies."""
+        if self._uncut:
+            slab.adopt(self._uncut.pop(), self._chunk_bytes)
+            return True
+        for giver in self._slabs.values():
+            if giver is not slab and giver.unused:
+                chunk = next(iter(giver.unused))
+                giver.give_up(chunk)
+                slab.adopt(chunk, self._chunk_bytes)
+                return True
+        return False
 
     def _coldest(self, slab: _Slab) -> Slot | None:
         clean, dirty = slab.clean.first(), slab.dirty.first()
@@ -353,14 +376,13 @@ class SlotTable:
             age, own_age = self._tick - victim.stamp, self._tick - coldest.stamp
             if age <= STEAL_AGE_RATIO * own_age:
                 return False
-        chunk, giver = victim.chunk, victim.slab
+        chunk = victim.chunk
         if any(slot.pins for slot in chunk.slots):
             return False
         for slot in chunk.slots:
             if slot.state == VALID:
                 self._evict(slot)
-        cut = set(chunk.slots)
-        giver.empty = [slot for slot in giver.empty if slot not in cut]
+        victim.slab.give_up(chunk)
         slab.adopt(chunk, self._chunk_bytes)
         return True
 
@@ -376,6 +398,9 @@ class SlotTable:
         self.held_bytes -= slot.slab.slot_bytes
         slot.state = EMPTY
         slot.slab.empty.append(slot)
+        slot.chunk.used -= 1
+        if slot.chunk.used == 0:
+            slot.slab.unused.add(slot.chunk)
         self._leave(_parent(slot.name), slot.stamp)
 
     def _leave(self, parent: Ident, stamp: int) -> None:
@@ -402,6 +427,10 @@ class SlotTable:
         starts = sorted(chunk.at for chunk in (*chunks, *self._uncut))
         assert starts == list(range(0, self.arena_bytes, self._chunk_bytes)), "a chunk is lost"
         assert all(slot.state == EMPTY and not slot.pins for slot in empty)
+        for chunk in chunks:
+            used = sum(slot.state != EMPTY for slot in chunk.slots)
+            assert chunk.used == used
+            assert (chunk in chunk.slots[0].slab.unused) == (used == 0)
         for ident, slot in self._slots.items():
             assert slot.state != EMPTY and slot.ident == ident == _ident(slot.name)
             assert slot.slab is self._slab_of[slot.name.group]
