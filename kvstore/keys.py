@@ -47,6 +47,11 @@ def tenant_salt(cluster_secret: bytes, tenant: str) -> bytes:
     return hmac.new(cluster_secret, _framed(b"banyan/salt/1", tenant.encode()), "sha256").digest()
 
 
+def parent_of_first(root_id: RootId) -> bytes:
+    """What stands for the parent's key in the record of a chain's first block. Pure."""
+    return root_id[:KEY_BYTES]
+
+
 _NOTHING_MORE = _framed(b"", b"")  # no salt and no extra: almost every block
 _sha256 = hashlib.sha256
 

@@ -98,6 +98,10 @@ class Tier(Protocol):
         """Forget these; unknown ones are ignored. Best effort where the tier is remote."""
         ...
 
+    def names(self) -> list[BlockName]:
+        """What it holds now; empty where only another process could tell."""
+        ...
+
     def clear(self) -> None:
         """Forget everything of ours."""
         ...

@@ -14,6 +14,7 @@ from collections.abc import Sequence as Seq
 import torch
 
 from kvstore.keys import ChainSpec, root
+from kvstore.tiered import TieredStore
 from seams.clock import Clock
 from seams.errors import (
     BanyanError,
@@ -33,11 +34,12 @@ from worker.engine.messages import (
     EngineRequest,
     Finish,
     Logprobs,
-    RequestUsage,
     StepOutput,
+    refusal,
 )
 from worker.engine.paging import PagedMemory
 from worker.engine.plan import SampleRow
+from worker.engine.promotion import Promoter
 from worker.engine.radix import RadixCache
 from worker.engine.request import Request, Sequence, State, ends_of, finish_reason, validate
 from worker.engine.sampler import Sampled, sample
@@ -61,7 +63,12 @@ class EngineCore:
     """
 
     def __init__(
-        self, model: Model, config: EngineConfig, clock: Clock, sampler: Sampler = sample
+        self,
+        model: Model,
+        config: EngineConfig,
+        clock: Clock,
+        sampler: Sampler = sample,
+        tiers: TieredStore | None = None,
     ) -> None:
         spec = model.spec
         assert len(config.blocks) == len(spec.groups)
@@ -71,7 +78,8 @@ class EngineCore:
         cache = RadixCache(pools, spec.block_tokens) if config.cache else None
         self.memory = PagedMemory(pools, cache, spec.block_tokens)
         self._times = StepTimes()
-        self.scheduler = Scheduler(self.memory, config, self._times)
+        self._tiers = Promoter(model, self.memory, tiers, self._times) if tiers else None
+        self.scheduler = Scheduler(self.memory, config, self._times, self._tiers)
         self.clock = clock
         self._model, self._config, self._sampler = model, config, sampler
         self._eos = spec.eos_token_ids
@@ -99,7 +107,7 @@ class EngineCore:
         try:
             self._check_admissible(spec)
         except BanyanError as error:
-            self._refuse(spec, error)
+            self._outbox.append(refusal(spec, error))
             return
         self._arrivals += 1
         request = Request(
@@ -140,10 +148,27 @@ class EngineCore:
         """Whether `step` would do anything now."""
         due = self.next_deadline_s()
         expired = due is not None and due <= self.clock.now()
-        return bool(self._outbox) or expired or self.scheduler.can_step()
+        if self._outbox or expired:
+            return True
+        tiers = self._tiers
+        if tiers is None:
+            return self.scheduler.can_step()
+        resting = tiers.resting(self.clock.now())
+        return tiers.has_ops() or (self.scheduler.can_step() and not resting)
+
+    def on_wake(self, wake: Callable[[], None]) -> None:
+        """`wake` is called, on any thread, when there may be work again that no call brought."""
+        if self._tiers is not None:
+            self._tiers.on_wake(wake)
 
     def next_deadline_s(self) -> float | None:
-        """The earliest deadline, on the clock, of any live request."""
+        """The earliest deadline, on the clock, of any live request, or the moment to look again
+        at what is waited for."""
+        expiry_s = self._next_expiry_s()
+        look_s = self._tiers.look_again_s if self._tiers is not None else None
+        return min([s for s in (expiry_s, look_s) if s is not None], default=None)
+
+    def _next_expiry_s(self) -> float | None:
         while self._deadlines:
             deadline_s, arrival, request_id = self._deadlines[0]
             request = self._requests.get(request_id)
@@ -168,13 +193,21 @@ class EngineCore:
             step_s=self._times.step_s,
             prefill_s_per_token=self._times.prefill_s_per_token,
             prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens,
+            cached_tokens=self._cached_tokens + (self._tiers.late_tokens if self._tiers else 0),
         )
 
     def snapshot(self) -> tuple[CacheOp, ...]:
         """STORED ops of all cached full blocks, parents first. Ops of the next StepOutput may
         repeat what is in it; applying them again changes nothing."""
-        return tuple(self.memory.cache.snapshot()) if self.memory.cache else ()
+        if self.memory.cache is None:
+            return ()
+        below = self._tiers.snapshot() if self._tiers is not None else []
+        return (*self.memory.cache.snapshot(), *below)
+
+    def close(self, flush_s: float = 0.0) -> None:
+        """After the last step: what is cached goes down the tiers within `flush_s`, which end."""
+        if self._tiers is not None:
+            self._tiers.close(flush_s)
 
     # --- one step ----------------------------------------------------------------------------
 
@@ -187,21 +220,27 @@ class EngineCore:
         are not ended.
         """
         self._expire()
+        if self._tiers is not None:
+            self._tiers.look()
         scheduled = self.scheduler.plan()
+        if self._tiers is not None and scheduled is None and self.scheduler.waits_for_tiers:
+            self._tiers.rest(self.clock.now())
         for sequence in self.scheduler.take_stuck():
             error = OutOfBlocks("The request needs more memory than the replica has.")
             self._end(sequence.request, Finish.ERROR, error)
         if scheduled is not None:
             self._execute(scheduled)
-        elif not self._outbox:
+        elif not self._outbox and not (self._tiers is not None and self._tiers.has_ops()):
             return None
         emissions, self._outbox = tuple(self._outbox), []
         ops = tuple(self.memory.cache.take_ops()) if self.memory.cache else ()
+        if self._tiers is not None:
+            ops += tuple(self._tiers.take_ops())
         return StepOutput(self._steps, emissions, ops, self.load())
 
     def _expire(self) -> None:
         now = self.clock.now()
-        while (deadline_s := self.next_deadline_s()) is not None and deadline_s <= now:
+        while (deadline_s := self._next_expiry_s()) is not None and deadline_s <= now:
             request = self._requests[heapq.heappop(self._deadlines)[2]]
             error = DeadlineExceeded("The request's deadline has passed.")
             self._end(request, Finish.ERROR, error)
@@ -422,22 +461,6 @@ class EngineCore:
     def _forget(self, request: Request) -> None:
         del self._requests[request.spec.request_id]
         self.scheduler.waiting.leave(request.spec.tenant)
-
-    def _refuse(self, spec: EngineRequest, error: BanyanError) -> None:
-        """The one emission of a request that never gets in."""
-        position = max(0, len(spec.token_ids) - spec.prompt_tokens)
-        usage = RequestUsage(0, 0, 0, position)
-        self._outbox.append(
-            Emission(
-                spec.request_id,
-                0,
-                position,
-                finish=Finish.ERROR,
-                error=error,
-                usage=usage,
-                last=True,
-            )
-        )
 
     def _check_admissible(self, spec: EngineRequest) -> None:
         validate(spec, self._model.spec)

@@ -79,6 +79,15 @@ class Emission:
     last: bool = False
 
 
+def refusal(spec: EngineRequest, error: BanyanError) -> Emission:
+    """The one emission of a request that never gets in."""
+    position = max(0, len(spec.token_ids) - spec.prompt_tokens)
+    usage = RequestUsage(0, 0, 0, position)
+    return Emission(
+        spec.request_id, 0, position, finish=Finish.ERROR, error=error, usage=usage, last=True
+    )
+
+
 class CacheOpKind(IntEnum):
     """Numbers of banyan.v1.BlockOp.Kind."""
 
@@ -88,11 +97,13 @@ class CacheOpKind(IntEnum):
 
 @dataclass(frozen=True)
 class CacheOp:
-    """The radix cache gained or lost full blocks of a group on the device; keys parent first."""
+    """A tier (0 = the device: the radix cache) gained or lost full blocks of a group; keys parent
+    first. The numbers of tiers are banyan.v1.Tier's."""
 
     kind: CacheOpKind
     group: int
     keys: tuple[bytes, ...]
+    tier: int = 0
 
 
 @dataclass(frozen=True)

@@ -162,6 +162,44 @@ class PagedMemory:
         self._note_writable(sequence)
         return want
 
+    def room_for(self, sequence: Sequence, blocks: int) -> int:
+        """How many more blocks of every group it could be given, at most `blocks`."""
+        return max(0, min(blocks, *(self.available(g) for g in range(len(self.pools)))))
+
+    def open_blocks(self, sequence: Sequence, stop: int, firsts: Seq[int]) -> bool:
+        """Own blocks behind what is computed, which ends on a block edge, for content that comes
+        from elsewhere: up to block `stop`, in group g only from firsts[g] on, -1 before. False, and
+        nothing changed, if they are not to be had. To be followed by `close_blocks`.
+        """
+        at, offset = divmod(sequence.computed, self.block_tokens)
+        assert offset == 0 and all(len(table) == at for table in sequence.tables)
+        if not self._reserve([stop - first for first in firsts]):
+            return False
+        _changed(sequence, at)
+        for g, (table, first) in enumerate(zip(sequence.tables, firsts, strict=True)):
+            table.extend([-1] * (first - at))
+            table.extend(self._allocate(g, stop - first))
+        return True
+
+    def close_blocks(self, sequence: Sequence, firsts: Seq[int]) -> None:
+        """After `open_blocks`, with `computed` where the content ends: give back the rest, and, if
+        all came, what no row can see from here on: blocks of a group before firsts[g]."""
+        self.trim(sequence)
+        for g, first in enumerate(firsts):
+            if self.pools[g].group.window_tokens:
+                table = sequence.tables[g]
+                passed = [block for block in table[:first] if block >= 0]
+                if passed and first < len(table):
+                    _changed(sequence, 0)
+                    table[:first] = [-1] * first
+                    self.pools[g].release(passed)
+        sequence.writable_to = 0
+
+    def skip_boundary(self, sequence: Sequence) -> None:
+        """Instead of `attach_boundary`: the whole block comes from elsewhere."""
+        if sequence.hold is not None:
+            self._release_boundary(sequence.hold)
+
     def grow_spare(self, sequence: Sequence, want: int) -> int:
         """After a `grow`: room for `want` tokens, or for as many as fit into its last block and
         blocks that are free now; nothing is evicted. To be followed by `trim` where not all of them

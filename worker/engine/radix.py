@@ -32,7 +32,7 @@ from worker.engine.messages import CacheOp, CacheOpKind
 from worker.engine.radix_integrity import check_tree
 from worker.engine.radix_node import TOKEN_BYTES, Node, edge_marks, root_node
 from worker.engine.radix_ops import OpLog
-from worker.engine.radix_tree import RadixTree
+from worker.engine.radix_tree import Leaving, RadixTree
 from worker.engine.radix_window import fit_window
 
 
@@ -71,6 +71,11 @@ class RadixCache:
         )
         self._tree = RadixTree(self._pools, block_tokens)
         self._holds: dict[Hold, Node] = {}  # -> the node it locks
+
+    def on_leaving(self, leaving: Leaving) -> None:
+        """`leaving` is told of full blocks before the cache lets go of them, whatever the reason;
+        their bytes are whole and nobody writes them."""
+        self._tree.leaving = leaving
 
     def match(self, chain: ChainSpec, tokens: Sequence[int], limit: int) -> Match:
         """The longest prefix of tokens[:limit] whose KV is usable in every group.

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from kvstore.keys import BlockKey, ChainSpec
+from kvstore.keys import BlockKey, ChainSpec, RootId, parent_of_first
+from kvstore.tiers.base import BlockName
 
 TOKEN_BYTES = 4
 
@@ -114,9 +115,40 @@ class Node:
         return self.parent
 
 
-def root_node(groups: int) -> Node:
-    """The empty node at position 0 of one chain root."""
-    return Node(None, b"", 0, b"", [], [[] for _ in range(groups)], [])
+def root_node(groups: int, root_id: bytes = b"") -> Node:
+    """The empty node at position 0 of one chain root, which is its label."""
+    return Node(None, root_id, 0, b"", [], [[] for _ in range(groups)], [])
+
+
+def block_name(node: Node, index: int, group: int, block_tokens: int) -> BlockName:
+    """The name, on rank 0, of the node's full block `index`."""
+    start = (node.start // block_tokens + index) * block_tokens
+    tokens = _path_tokens(node, start, start + block_tokens)
+    parent = node.keys[index - 1] if index else _key_before(node)
+    return BlockName(node.keys[index], parent, tokens, group)
+
+
+def _path_tokens(node: Node, start: int, stop: int) -> bytes:
+    """Tokens start .. stop-1 of the path that ends in `node`."""
+    parts: list[bytes] = []
+    while stop > start:
+        if stop > node.start:
+            cut = TOKEN_BYTES * max(0, start - node.start)
+            parts.append(node.tokens[cut : TOKEN_BYTES * (stop - node.start)])
+            stop = max(start, node.start)
+        if stop > start:
+            assert node.parent is not None, "tokens before the chain's start"
+            node = node.parent
+    return b"".join(reversed(parts))
+
+
+def _key_before(node: Node) -> bytes:
+    """The key of the full block before the node's first one."""
+    while node.parent is not None:
+        node = node.parent
+        if node.keys:
+            return node.keys[-1]
+    return parent_of_first(RootId(node.label))
 
 
 def split_node(node: Node, at: int, block_tokens: int) -> Node:

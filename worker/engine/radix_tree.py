@@ -7,22 +7,27 @@ order and the op log agreeing with each other (radix_integrity.py says exactly h
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvstore.groups import GroupKind
 from kvstore.keys import RootId
+from kvstore.tiers.base import BlockName
 from worker.engine.block_pool import BlockPool
 from worker.engine.messages import CacheOpKind
 from worker.engine.radix_node import (
     TOKEN_BYTES,
     Node,
     RecencyList,
+    block_name,
     common_tokens,
     root_node,
     split_node,
 )
 from worker.engine.radix_ops import OpLog
 from worker.engine.radix_window import InteriorBlocks, strip_node
+
+Leaving = Callable[[list[tuple[BlockName, int]]], None]
+"""Told of full blocks (name on rank 0, number in the pool) before the tree lets go of them."""
 
 
 class RadixTree:
@@ -35,6 +40,7 @@ class RadixTree:
 
     def __init__(self, pools: Sequence[BlockPool], block_tokens: int) -> None:
         self.pools = tuple(pools)
+        self.leaving: Leaving | None = None
         self.roots: dict[RootId, Node] = {}
         self.recency = RecencyList()  # every unlocked node but the roots
         self.log = OpLog(len(self.pools))
@@ -49,7 +55,7 @@ class RadixTree:
 
     def root(self, root_id: RootId) -> Node:
         """The root node, made if it is not there."""
-        return self.roots.setdefault(root_id, root_node(len(self.pools)))
+        return self.roots.setdefault(root_id, root_node(len(self.pools), root_id))
 
     def nodes(self) -> Iterator[Node]:
         """Every node but the roots, parents first."""
@@ -157,7 +163,7 @@ class RadixTree:
 
     def strip_interior(self, group: int, count: int) -> None:
         """Free up to `count` blocks of a window group inside nodes, none of another group."""
-        if count > 0 and self.interior[group].strip(count, self.log):
+        if count > 0 and self.interior[group].strip(count, self.log, self.leave):
             self.version += 1
 
     def strip_everywhere(self, group: int, count: int) -> None:
@@ -165,8 +171,17 @@ class RadixTree:
         every node: a last resort."""
         nodes = self.nodes()
         while count > 0 and (node := next(nodes, None)) is not None:
-            count -= strip_node(node, group, count, self.pools[group], self.log)
+            count -= strip_node(node, group, count, self.pools[group], self.log, self.leave)
             self.version += 1
+
+    def leave(self, node: Node, group: int, at: Iterable[int]) -> None:
+        """Say that the node is about to let go of full blocks `at` of a group, parents first."""
+        if self.leaving is None:
+            return
+        run, size = node.blocks[group], self._size
+        going = [(block_name(node, i, group, size), run[i]) for i in sorted(at) if run[i] >= 0]
+        if going:
+            self.leaving(going)
 
     def drop(self, leaf: Node, count: int) -> None:
         """Cut the last `count` blocks off an unlocked leaf; all of it if it has no more.
@@ -179,6 +194,8 @@ class RadixTree:
         edge = ((leaf.end - 1) // self._size + 1 - count) * self._size
         keep = max(0, edge // self._size - leaf.start // self._size)
         heads = [leaf.first_block(g) for g in range(len(self.pools))]
+        for g, run in enumerate(leaf.blocks):
+            self.leave(leaf, g, range(keep, len(run)))
         keys, gone = leaf.cut(keep, edge)
         for g, (pool, blocks) in enumerate(zip(self.pools, gone, strict=True)):
             self.log.record(CacheOpKind.REMOVED, g, keys, blocks[: len(keys)])

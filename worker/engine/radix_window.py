@@ -10,7 +10,7 @@ Locks do not matter here: a block that only the cache refers to is needed by no 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from worker.engine.block_pool import BlockPool
 from worker.engine.messages import CacheOpKind
@@ -43,7 +43,13 @@ def fit_window(
     return 0
 
 
-def strip_node(node: Node, group: int, wanted: int, pool: BlockPool, log: OpLog) -> int:
+Leave = Callable[[Node, int, list[int]], None]
+"""Told of a node's full blocks of a group before they are let go."""
+
+
+def strip_node(
+    node: Node, group: int, wanted: int, pool: BlockPool, log: OpLog, leave: Leave
+) -> int:
     """Let go of blocks of `group` in `node` that only nodes refer to, the deepest first, until
     `wanted` are free; returns how many are. One that nodes share is free once all let go."""
     run, tail, freed = node.blocks[group], node.tail, 0
@@ -54,6 +60,7 @@ def strip_node(node: Node, group: int, wanted: int, pool: BlockPool, log: OpLog)
         if freed == wanted:
             break
         if run[i] >= 0 and pool.is_evictable(run[i]):
+            leave(node, group, [i])
             log.record(CacheOpKind.REMOVED, group, [node.keys[i]], [run[i]])
             freed += pool.release_idle([run[i]])
             run[i] = -1
@@ -79,7 +86,7 @@ class InteriorBlocks:
         """`node` is gone."""
         self._nodes.pop(node, None)
 
-    def strip(self, wanted: int, log: OpLog) -> int:
+    def strip(self, wanted: int, log: OpLog, leave: Leave) -> int:
         """Free up to `wanted` interior blocks, of the least recently used nodes first, in a node
         the deepest first; returns how many. Blocks that others refer to stay."""
         freed = 0
@@ -94,6 +101,7 @@ class InteriorBlocks:
             else:
                 del self._nodes[node]  # until it is used again
             blocks = [run[i] for i in taken]
+            leave(node, self._group, taken)
             log.record(CacheOpKind.REMOVED, self._group, [node.keys[i] for i in taken], blocks)
             for i in taken:
                 run[i] = -1

@@ -18,6 +18,7 @@ from worker.engine.sampling import SamplingParams
 from worker.models.base import ModelSpec
 
 if TYPE_CHECKING:
+    from kvstore.fetch import Fetch
     from worker.engine.radix import Hold
     from worker.engine.speculation import Drafter
     from worker.engine.waiting import Tenant
@@ -67,6 +68,7 @@ class Sequence:
     keys: list[BlockKey] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)  # not executed yet
     hold: Hold | None = None
+    fetch: Fetch | None = None  # what the tiers have, or may have, behind its computed tokens
     drafter: Drafter | None = None  # once it has decoded, with speculation on
 
     @property

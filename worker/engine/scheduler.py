@@ -16,6 +16,7 @@ from worker.engine.admission import Forecast, LengthHistory
 from worker.engine.paging import PagedMemory, blocks_for
 from worker.engine.plan import StepPlan
 from worker.engine.planning import Drafts, PlanBuilder
+from worker.engine.promotion import AT_ONCE, Promoter
 from worker.engine.request import Request, Sequence, State
 from worker.engine.speculation import Speculator
 from worker.engine.timing import StepTimes
@@ -26,6 +27,7 @@ PREFILL_MIN = 4  # tokens of a step, however slow they seem
 PASSED_MAX = 16  # in the queue that cannot begin now, before nobody behind them is looked at
 LOOK_AHEAD = 8  # of a tenant's queue, for who has most cached
 OVERTAKEN_MAX = 8  # times
+BROUGHT_MAX = 64  # blocks copied up for one prompt in a step beside decoders
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,17 @@ class _Draft:
 class Scheduler:
     """Owns every live sequence's state. Calls come between steps, one after the other."""
 
-    def __init__(self, memory: PagedMemory, config: EngineConfig, times: StepTimes) -> None:
+    def __init__(
+        self,
+        memory: PagedMemory,
+        config: EngineConfig,
+        times: StepTimes,
+        tiers: Promoter | None = None,
+    ) -> None:
         assert config.step_tokens_max > 0 and config.running_max > 0
         self.memory = memory
+        self.tiers = tiers
+        self.waits_for_tiers = False  # the last plan left out a prompt whose blocks are coming
         self.builder = PlanBuilder(memory.block_tokens, len(memory.pools))
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # by age
@@ -94,6 +104,8 @@ class Scheduler:
         if sequence.credit > 0:
             sequence.state = State.WAITING
             self.waiting.add(sequence)
+            if self.tiers is not None and sequence.request.cacheable:
+                self.tiers.prefetch(sequence)
         else:
             sequence.state = State.PARKED
             self.parked[sequence.id] = sequence
@@ -115,6 +127,8 @@ class Scheduler:
             assert sequence.state is State.PARKED
             del self.parked[sequence.id]
         self._blocked = None
+        if self.tiers is not None:
+            self.tiers.forget(sequence)
         sequence.state = State.FINISHED
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -139,6 +153,8 @@ class Scheduler:
         at = bisect_left(self.running, sequence.age, key=lambda s: s.age)
         assert self.running[at] is sequence
         del self.running[at]
+        if self.tiers is not None:
+            self.tiers.forget(sequence)
         self.memory.release(sequence, keep=keep)
         self.builder.drop(sequence)
         sequence.inserted = False
@@ -157,6 +173,7 @@ class Scheduler:
         sequence, lets those sequences leave, or takes the plan back.
         """
         self._step += 1
+        self.waits_for_tiers = False
         draft = _Draft(self._budget, self._budget)
         runnable = [s for s in self.running if s.request.credit > s.emitted]
         decoding = self._decoding(runnable)
@@ -255,11 +272,12 @@ class Scheduler:
     def _schedule(self, draft: _Draft, sequence: Sequence, *, prefill: bool = False) -> None:
         """Give a running sequence rows of this step, or more of them, preempting others for it
         where allowed."""
+        computable = self._bring(sequence, draft) if sequence.fetch is not None else AT_ONCE
         while sequence.state is State.RUNNING:
             had = draft.rows.get(sequence, 0)
             room = draft.room if prefill else draft.budget
-            want = min(had + room, sequence.pending)
-            if want == had:
+            want = min(had + room, sequence.pending, computable)
+            if want <= had:
                 return
             count = self.memory.grow(sequence, want)
             if count:
@@ -273,6 +291,18 @@ class Scheduler:
             elif not self.memory.forget_cached(sequence):
                 self._stuck.append(sequence)
                 return
+
+    def _bring(self, sequence: Sequence, draft: _Draft) -> int:
+        """Let a sequence have what the tiers have ready, beside decoders no more than what prefill
+        might take of the step; how many tokens it should compute itself now."""
+        assert self.tiers is not None
+        if sequence not in draft.rows:
+            most = BROUGHT_MAX if any(n == 1 for n in draft.rows.values()) else AT_ONCE
+            if self.tiers.bring(sequence, most) >= most * self.memory.block_tokens:
+                return 0  # the rest in the next step
+        computable = self.tiers.computable(sequence)
+        self.waits_for_tiers = self.waits_for_tiers or computable == 0
+        return computable
 
     def _is_first(self, sequence: Sequence) -> bool:
         """Whether it is the oldest that may run."""
@@ -325,7 +355,7 @@ class Scheduler:
             line = self._line(first, passed)
             head = line[-1]
             match = self.memory.match(head)
-            if match is not None and self._will_be_cached(head, match.tokens):
+            if match is not None and self._will_be_cached(head, self._held(head, match.tokens)):
                 passed.add(head)
                 continue
             self.memory.attach(head, match)
@@ -336,7 +366,7 @@ class Scheduler:
             self.waiting.overtake(line[:-1], head)
             self._start(head)
             self._schedule(draft, head, prefill=True)
-            if head not in draft.rows:
+            if head not in draft.rows and head.fetch is None:
                 return
 
     def _line(self, first: Sequence, passed: set[Sequence]) -> list[Sequence]:
@@ -351,6 +381,10 @@ class Scheduler:
             return equals
         cached = [self.memory.matched(sequence) for sequence in equals]
         return equals[: cached.index(max(cached)) + 1]
+
+    def _held(self, head: Sequence, matched: int) -> int:
+        """How far the cache, which has `matched`, and the tiers behind it have its tokens."""
+        return matched if self.tiers is None else self.tiers.held_tokens(head, matched)
 
     def _will_be_cached(self, head: Sequence, matched: int) -> bool:
         """Whether a prompt that is being computed will bring `head` a block more than is `matched`
@@ -373,7 +407,12 @@ class Scheduler:
         attached, head.computed = head.computed, 0  # as the queue counted it
         self.waiting.remove(head)
         head.computed = attached
-        self.memory.attach_boundary(head)
+        if self.tiers is not None and head.request.cacheable:
+            self.tiers.admit(head)
+        if self.tiers is not None and self.tiers.has_next(head):
+            self.memory.skip_boundary(head)
+        else:
+            self.memory.attach_boundary(head)
         self._start_running(head)
         request = head.request
         if request.cached_tokens is None:

@@ -24,6 +24,8 @@ from worker.engine.messages import (
     StepOutput,
 )
 
+FLUSH_S = 5.0  # for what only host memory has, when the engine stops
+
 _log = logging.getLogger(__name__)
 
 _Command = Callable[[EngineCore], None]
@@ -51,6 +53,7 @@ class ThreadEngine:
         """Begin stepping; blocks (no polling) while there is nothing to do. Once."""
         assert self._thread is None, "the engine was started before"
         self._on_step = on_step
+        self._core.on_wake(self._notify)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -89,6 +92,10 @@ class ThreadEngine:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
     def _post(self, command: _Command) -> None:
         with self._changed:
             if not self._stopping:
@@ -119,6 +126,7 @@ class ThreadEngine:
             command(self._core)
         if stopping:
             self._cancel_all()
+            self._core.close(FLUSH_S)
             return False
         output = self._core.step()
         self._load = self._core.load() if output is None else output.load

@@ -65,6 +65,11 @@ class Model(Protocol):
         """Overwrite a block's bytes; len(data) == block_bytes."""
         ...
 
+    def block_view(self, group: int, block: int, rank: int = 0) -> memoryview | None:
+        """The block's own bytes, writable, as long as the pools live; None where they are not in
+        host memory (then read_block and write_block copy)."""
+        ...
+
     def poison(self, group: int, blocks: list[int]) -> None:
         """Fill freed blocks with what must never be read (NaN or a canary). Tests only."""
         ...

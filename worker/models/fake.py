@@ -203,6 +203,10 @@ class FakeModel:
         assert len(data) == self._spec.groups[group].block_bytes
         self._pools[group].ranks[rank][block] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
+    def block_view(self, group: int, block: int, rank: int = 0) -> memoryview | None:
+        """The block's own bytes."""
+        return self._pools[group].ranks[rank][block].numpy().data
+
     def poison(self, group: int, blocks: list[int]) -> None:
         """Fill freed blocks with the canary."""
         self._pools[group].fill(blocks, CANARY)

@@ -52,6 +52,12 @@ class BlockPools:
         assert 0 <= block < len(pool) and len(data) == pool.shape[1]
         pool[block].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
+    def view(self, group: int, block: int) -> memoryview | None:
+        """The block's own bytes; None if they are not in host memory."""
+        if self._device.type != "cpu":
+            return None
+        return self.pools[group][block].numpy().data
+
     def poison(self, group: int, blocks: list[int]) -> None:
         """Make every key and value of the blocks NaN."""
         self.pools[group][torch.tensor(blocks, dtype=torch.int64, device=self._device)] = POISON
@@ -88,6 +94,11 @@ class PooledModel:
         """Overwrite a block's bytes; len(data) == block_bytes."""
         assert rank == 0
         self._pools.write(group, block, data)
+
+    def block_view(self, group: int, block: int, rank: int = 0) -> memoryview | None:
+        """The block's own bytes; None if they are not in host memory."""
+        assert rank == 0
+        return self._pools.view(group, block)
 
     def poison(self, group: int, blocks: list[int]) -> None:
         """Make every key and value of the blocks NaN."""

@@ -241,11 +241,11 @@ def heartbeat(
 
 
 def block_ops(ops: Iterable[CacheOp]) -> list[internal_pb2.BlockOp]:
-    """Cache changes of the device tier, order kept."""
+    """Cache changes, order kept."""
     return [
         internal_pb2.BlockOp(
             kind=int(op.kind),  # type: ignore[arg-type]
-            tier=internal_pb2.TIER_DEVICE,
+            tier=op.tier,  # type: ignore[arg-type]
             group=op.group,
             keys=b"".join(op.keys),
         )

@@ -36,7 +36,7 @@ def _parts(ops: Iterable[CacheOp], keys_max: int) -> list[list[CacheOp]]:
                 parts.append([])
                 room = keys_max
             keys = op.keys[start : start + room]
-            parts[-1].append(CacheOp(op.kind, op.group, keys))
+            parts[-1].append(CacheOp(op.kind, op.group, keys, op.tier))
             start += len(keys)
             room -= len(keys)
     return parts
@@ -48,8 +48,8 @@ def xor(keys: Iterable[bytes]) -> int:
 
 
 def digest_of(ops: Iterable[CacheOp]) -> int:
-    """Xor of the group-0 keys in `ops`: what they change in the digest."""
-    return xor(key for op in ops if op.group == 0 for key in op.keys)
+    """Xor of the device's group-0 keys in `ops`: what they change in the digest."""
+    return xor(key for op in ops if op.group == 0 and op.tier == 0 for key in op.keys)
 
 
 class EventLog:
@@ -105,7 +105,7 @@ class EventLog:
         """The first events after a snapshot may repeat what it holds; with them both agree, or the
         running digest is wrong and set right."""
         for op in ops:
-            if op.group == 0:
+            if op.group == 0 and op.tier == 0:
                 change = held.update if op.kind is CacheOpKind.STORED else held.difference_update
                 change(op.keys)
         self._snapshot_keys = None
@@ -144,7 +144,9 @@ class EventLog:
         """
         digest = digest_of(ops)
         if digest != self._digest:
-            self._snapshot_keys = {key for op in ops if op.group == 0 for key in op.keys}
+            self._snapshot_keys = {
+                key for op in ops if op.group == 0 and op.tier == 0 for key in op.keys
+            }
         parts = [self._batch(part, self.seq, b"") for part in _parts(ops, self._part_keys_max)]
         for part in parts:
             part.snapshot = True

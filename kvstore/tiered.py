@@ -1,0 +1,390 @@
+"""TieredStore: host memory over slower tiers, as one place that blocks go to and come back from.
+
+Blocks leave the device into host memory (one copy, never any IO) and sink from there to the lower
+tiers in the background; they come back by way of host memory too, so the device is only ever read
+and written by the engine's own thread. It knows block names and bytes; no request, no model.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+
+from kernels.cold import ColdCodec
+from kvstore.fetch import FETCH_S_MAX, LEVELS, Fetch, Level, Place, Row, TierOp
+from kvstore.tiers.base import BlockName, Status, TierStats
+from kvstore.tiers.host import HostTier
+from kvstore.tiers.queue import LoadJob, LookupJob, StoreJob, TierQueue
+
+SINK_PAUSE_S = 1.0
+
+
+_Slot = tuple[bytes, int, int]
+
+
+class TieredStore:
+    """One replica's blocks outside the device. `demote`, `fetch` and `promote` are the engine
+    thread's and never wait for IO; `wake`, which whoever uses it sets, is called on any thread
+    whenever a fetch has moved.
+
+    A block is read from the fastest tier that has it. What a lower tier cannot give is a block that
+    will be computed: a fetch never fails.
+    """
+
+    def __init__(
+        self,
+        host: HostTier,
+        lower: Sequence[TierQueue] = (),
+        codecs: Mapping[int, ColdCodec] | None = None,
+    ) -> None:
+        """`codecs` by KV group: how blocks are written below the device; as they are without."""
+        self.host = host
+        self._codecs = codecs or {}
+        self.lower = {LEVELS[queue.tier.name]: queue for queue in lower}
+        self.wake: Callable[[], None] = lambda: None
+        self.loaded_blocks: Counter[Level] = Counter()  # promoted, by where they came from
+        self.moves = 0  # changes of any fetch so far
+        self._lock = threading.Lock()
+        self._coming: dict[_Slot, list[tuple[Fetch, int, int]]] = {}
+        self._ops: list[TierOp] = []
+        self._filling: set[_Slot] = set()  # slots of ours in the host tier
+        self._sinking: dict[_Slot, list[int]] = {}  # -> answers to come, tiers that have it
+        self._sink_again_s = 0.0
+        host.hear_evicted(self._evicted)
+
+    # --- down --------------------------------------------------------------------------------
+
+    def demote(self, names: Sequence[BlockName], blocks: Sequence[memoryview]) -> None:
+        """Keep copies of blocks that leave the device, as far as there is room. Parents first."""
+        there = self.host.lookup(names, 0.0)
+        known = [name for name, found in zip(names, there, strict=True) if found]
+        new = [(n, b) for n, b, found in zip(names, blocks, there, strict=True) if not found]
+        self.host.touch(known)
+        fresh = [name for name, _ in new]
+        statuses = self.host.store(
+            fresh, [self._encoded(name.group, block) for name, block in new], FETCH_S_MAX
+        )
+        kept = [n for n, status in zip(fresh, statuses, strict=True) if status is Status.OK]
+        self._note(Level.HOST, True, kept)
+        self.sink()
+
+    def _encoded(self, group: int, block: memoryview) -> memoryview:
+        codec = self._codecs.get(group)
+        if codec is None:
+            return block
+        encoded = memoryview(bytearray(codec.encoded_bytes))
+        codec.encode(block, encoded)
+        return encoded
+
+    def sink(self) -> None:
+        """Queue what only host memory has for the lower tiers, coldest first, as they take it; for
+        a while after nobody took anything, nothing."""
+        if not self.lower or time.monotonic() < self._sink_again_s:
+            return
+        room = min(queue.stores_free() for queue in self.lower.values())
+        coldest = self.host.coldest_dirty(room)
+        with self._lock:
+            names = [name for name in coldest if _slot(name) not in self._sinking]
+            for name in names:
+                self._sinking[_slot(name)] = [len(self.lower), 0]
+        for level, queue in self.lower.items():
+            sinking = _Sinking(self, level)
+            queue.store([StoreJob(name, sinking.source, sinking.done) for name in names])
+
+    def sank(self, name: BlockName, level: Level, status: Status) -> None:
+        """A lower tier has answered for a block. Clean once all have and one has it: it may then
+        leave host memory without being lost."""
+        if status is Status.OK:
+            self._note(level, True, [name])
+        with self._lock:
+            answers = self._sinking[_slot(name)]
+            answers[0] -= 1
+            answers[1] += status is Status.OK
+            left, kept = answers
+            if left == 0:
+                del self._sinking[_slot(name)]
+        if left == 0 and kept:
+            self.host.mark_clean(name)
+        elif left == 0:
+            self._sink_again_s = time.monotonic() + SINK_PAUSE_S
+
+    def flush(self, timeout_s: float) -> bool:
+        """Sink everything that is dirty; False if that took longer."""
+        end = time.monotonic() + timeout_s
+        while self.lower and self.host.coldest_dirty(1):
+            self.sink()
+            if not all(q.drain(end - time.monotonic()) for q in self.lower.values()):
+                return False
+        return True
+
+    # --- up ----------------------------------------------------------------------------------
+
+    def fetch(self, first: int, rows: Sequence[Row]) -> Fetch:
+        """Look for blocks `first`.. of a prompt and bring up what slower tiers have, last first:
+        the engine computes from the front until the two meet."""
+        fetch = Fetch(first, rows)
+        self.refresh(fetch, first)
+        return fetch
+
+    def refresh(self, fetch: Fetch, block: int) -> None:
+        """Look again, from `block` on, for what is not on its way."""
+        end = fetch.end
+        for group, row in enumerate(fetch.rows):
+            for at in range(end - fetch.first - 1, max(0, block - fetch.first) - 1, -1):
+                if fetch.places[group][at] in (Place.ABSENT, Place.READY):
+                    near = row.window == 0 or at >= end - fetch.first - row.window
+                    self._seek(fetch, group, at, near)
+            if group == 0:  # windows reach back from the last block that there is
+                held = [at for at, place in enumerate(fetch.places[0]) if place]
+                end = fetch.first + (held[-1] + 1 if held else 0)
+        self._ask(fetch)
+
+    def _seek(self, fetch: Fetch, group: int, at: int, near: bool) -> None:
+        """Where a block of a fetch is, without any IO; `near` ones start their way up from disk."""
+        names = self._not_in_host(fetch, group, at)
+        if not names:
+            fetch.sources[group][at] = fetch.sources[group][at] or Level.HOST
+            fetch.places[group][at] = Place.READY
+            return
+        fetch.places[group][at] = Place.ABSENT
+        disk = self.lower.get(Level.DISK)
+        if near and disk is not None and all(disk.tier.lookup(names, 0.0)):
+            self._bring(fetch, group, at, names, Level.DISK)
+
+    def _not_in_host(self, fetch: Fetch, group: int, at: int) -> list[BlockName]:
+        names = fetch.rows[group].names[at]
+        there = self.host.lookup(names, 0.0)
+        return [name for name, found in zip(names, there, strict=True) if not found]
+
+    def _ask(self, fetch: Fetch) -> None:
+        """Ask the shared tier for all that is absent, in one call."""
+        shared = self.lower.get(Level.SHARED)
+        absent = [
+            (group, at)
+            for group, places in enumerate(fetch.places)
+            for at, place in enumerate(places)
+            if place == Place.ABSENT
+        ]
+        if shared is None or not absent or fetch.asking:
+            return
+        names = [name for group, at in absent for name in fetch.rows[group].names[at]]
+        for group, at in absent:
+            fetch.places[group][at] = Place.ASKED
+        fetch.asking = True
+
+        def answered(_: list[BlockName], found: list[bool]) -> None:
+            answers = iter(found)
+            there = [
+                all(list(islice(answers, len(fetch.rows[group].names[at])))) for group, at in absent
+            ]
+            for (group, at), found_all in zip(reversed(absent), reversed(there), strict=True):
+                if found_all and not fetch.cancelled:
+                    missing = self._not_in_host(fetch, group, at)
+                    self._bring(fetch, group, at, missing, Level.SHARED)
+                else:
+                    fetch.places[group][at] = Place.ABSENT
+            fetch.asking = False
+            self._moved()
+
+        shared.lookup(LookupJob(names, answered))
+
+    def _bring(
+        self, fetch: Fetch, group: int, at: int, names: list[BlockName], level: Level
+    ) -> None:
+        """Queue the loads of a block's missing names, or wait for those of another fetch."""
+        fetch.sources[group][at] = level
+        fetch.places[group][at] = Place.COMING if names else Place.READY
+        begun: list[BlockName] = []
+        with self._lock:
+            fetch.missing[group][at] = len(names)
+            for name in names:
+                waiting = self._coming.setdefault(_slot(name), [])
+                if not waiting:
+                    begun.append(name)
+                waiting.append((fetch, group, at))
+        self.lower[level].load([LoadJob(name, self._placed, self._came) for name in begun])
+
+    def _placed(self, name: BlockName) -> memoryview | None:
+        """Room in host memory for a block whose turn it is, if anybody still wants it."""
+        with self._lock:
+            wanted = any(
+                not fetch.cancelled and fetch.first + at >= fetch.front
+                for fetch, _, at in self._coming[_slot(name)]
+            )
+        place = self.host.begin(name) if wanted else None
+        if place is not None:
+            with self._lock:
+                self._filling.add(_slot(name))
+        return place
+
+    def _came(self, name: BlockName, status: Status) -> None:
+        ok = status is Status.OK
+        with self._lock:
+            filling = _slot(name) in self._filling
+            self._filling.discard(_slot(name))
+        if filling:
+            self.host.finish(name, ok)
+            if ok:
+                self._note(Level.HOST, True, [name])
+        ok = ok or self.host.lookup((name,), 0.0)[0]
+        with self._lock:
+            for fetch, group, at in self._coming.pop(_slot(name), []):
+                fetch.missing[group][at] -= 1
+                if not ok:
+                    fetch.places[group][at] = Place.ABSENT
+                elif not fetch.missing[group][at] and fetch.places[group][at] == Place.COMING:
+                    fetch.places[group][at] = Place.READY
+        self._moved()
+
+    def _moved(self) -> None:
+        self.moves += 1
+        self.wake()
+
+    def wait_s(self, fetch: Fetch, block: int) -> tuple[int, float]:
+        """How many blocks of the prompt, from `block` on, are still to come, and in what time
+        they will have, in seconds. What is only asked for counts as coming with the answer."""
+        coming: set[int] = set()
+        asked, total_s = 0, 0.0
+        for group, row in enumerate(fetch.rows):
+            codec = self._codecs.get(group)
+            size = (codec.encoded_bytes if codec else row.block_bytes) * len(row.names[0])
+            counts: Counter[int] = Counter()
+            places, sources = fetch.places[group], fetch.sources[group]
+            for at in range(max(0, block - fetch.first), len(places)):
+                if places[at] == Place.COMING:
+                    counts[sources[at]] += 1
+                    coming.add(at)
+                elif places[at] == Place.ASKED and group == 0:
+                    asked += 1
+            for level, count in counts.items():
+                total_s += self.lower[Level(level)].estimate_s(count, size)
+        if asked:
+            total_s += self.lower[Level.SHARED].lookup_s
+        if time.monotonic() - fetch.began_s > FETCH_S_MAX:
+            fetch.cancel()
+        return len(coming) + asked, total_s
+
+    @contextmanager
+    def pinned(self, fetch: Fetch, block: int, stop: int) -> Iterator[None]:
+        """Keep what is in host memory of blocks `block` .. `stop` - 1 from being evicted."""
+        names = [
+            name
+            for row in fetch.rows
+            for ranks in row.names[block - fetch.first : stop - fetch.first]
+            for name in ranks
+        ]
+        pinned = [name for name in names if self.host.pin(name) is not None]
+        try:
+            yield
+        finally:
+            for name in pinned:
+                self.host.unpin(name)
+
+    def promote(self, fetch: Fetch, group: int, block: int, into: Sequence[memoryview]) -> bool:
+        """Copy a ready block to the device, one view per rank; False if it is not there any more,
+        and then it counts as absent."""
+        at = block - fetch.first
+        codec = self._codecs.get(group)
+        places = into
+        if codec is not None:
+            places = [memoryview(bytearray(codec.encoded_bytes)) for _ in into]
+        statuses = self.host.load(fetch.rows[group].names[at], places, FETCH_S_MAX)
+        if all(status is Status.OK for status in statuses):
+            if codec is not None:
+                for encoded, view in zip(places, into, strict=True):
+                    codec.decode(encoded, view)
+            if group == 0:
+                self.loaded_blocks[Level(fetch.sources[0][at])] += 1
+            return True
+        fetch.places[group][at] = Place.ABSENT
+        return False
+
+    # --- saying ------------------------------------------------------------------------------
+
+    def take_ops(self) -> list[TierOp]:
+        """What the tiers gained and lost since the last call, in order."""
+        with self._lock:
+            ops, self._ops = self._ops, []
+        return ops
+
+    def has_ops(self) -> bool:
+        """Whether `take_ops` would have something."""
+        return bool(self._ops)
+
+    def snapshot(self) -> list[TierOp]:
+        """Everything that host memory and disk hold now; the shared tier tells nobody what it has
+        kept."""
+        ops = []
+        held: list[tuple[Level, Iterable[BlockName]]] = [(Level.HOST, self.host.names())]
+        disk = self.lower.get(Level.DISK)
+        if disk is not None:
+            held.append((Level.DISK, disk.tier.names()))
+        for level, names in held:
+            keys: dict[int, list[bytes]] = {}
+            for name in names:
+                if name.rank == 0:
+                    keys.setdefault(name.group, []).append(name.key)
+            ops += [TierOp(level, True, group, tuple(found)) for group, found in keys.items()]
+        return ops
+
+    def stats(self) -> dict[Level, TierStats]:
+        """Per tier."""
+        lower = {level: queue.tier.stats() for level, queue in self.lower.items()}
+        return {Level.HOST: self.host.stats(), **lower}
+
+    def clear(self) -> None:
+        """Forget everything that is this replica's alone; the shared tier keeps what it has."""
+        self.host.clear()
+        disk = self.lower.get(Level.DISK)
+        if disk is not None:
+            disk.tier.clear()
+
+    def close(self, flush_s: float = 0.0) -> None:
+        """Sink what is dirty, within `flush_s`, and close every tier. Safe to repeat."""
+        if flush_s > 0:
+            self.flush(flush_s)
+        for queue in self.lower.values():
+            queue.close()
+        self.host.close()
+
+    def _evicted(self, names: list[BlockName]) -> None:
+        self._note(Level.HOST, False, names)
+
+    def _note(self, level: Level, stored: bool, names: Sequence[BlockName]) -> None:
+        """One op per group and run; a block is said to be there by its first rank."""
+        if not names:
+            return
+        with self._lock:
+            for group in {name.group for name in names}:
+                keys = tuple(n.key for n in names if n.group == group and n.rank == 0)
+                if keys:
+                    self._ops.append(TierOp(level, stored, group, keys))
+
+
+class _Sinking:
+    """Blocks on their way from host memory to one lower tier, pinned while it reads them."""
+
+    def __init__(self, store: TieredStore, level: Level) -> None:
+        self._store, self._level = store, level
+        self._pinned: set[_Slot] = set()
+
+    def source(self, name: BlockName) -> memoryview | None:
+        view = self._store.host.pin(name)
+        if view is not None:
+            self._pinned.add(_slot(name))
+        return view
+
+    def done(self, name: BlockName, status: Status) -> None:
+        slot = _slot(name)
+        if slot in self._pinned:
+            self._pinned.discard(slot)
+            self._store.host.unpin(name)
+        self._store.sank(name, self._level, status)
+
+
+def _slot(name: BlockName) -> _Slot:
+    return name.key, name.group, name.rank

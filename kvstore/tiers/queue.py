@@ -1,0 +1,261 @@
+"""TierQueue: one blocking tier behind threads of its own, so that nobody else ever waits for it.
+
+Loads go before stores; both queues are bounded and refuse what does not fit at once. It measures
+how long a block takes, from which callers decide whether to wait. It knows no requests, no policy.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kvstore.tiers.base import BlockName, Status, Tier
+
+BATCH_BLOCKS = 8  # of one call to the tier: what is queued behind it can still be called off
+LOADS_MAX = 8192
+STORES_MAX = 256
+CALL_S = 5.0  # for one batch
+WEIGHT = 0.3  # of the newest measurement
+PRIOR_S_PER_BYTE = 1e-9  # before the first
+
+_log = logging.getLogger(__name__)
+
+
+class LoadJob(NamedTuple):
+    """One block wanted. `place` is asked for the destination when its turn comes (None: not wanted
+    any more, or no room); `done` is told what came of it. Both are called on the queue's threads
+    and must not block; `done` also by `load` itself, with DROPPED, if the queue is full."""
+
+    name: BlockName
+    place: Callable[[BlockName], memoryview | None]
+    done: Callable[[BlockName, Status], None]
+
+
+class StoreJob(NamedTuple):
+    """One block to be kept. `source` is asked for the bytes when its turn comes (None: gone);
+    `done` as in LoadJob."""
+
+    name: BlockName
+    source: Callable[[BlockName], memoryview | None]
+    done: Callable[[BlockName, Status], None]
+
+
+class LookupJob(NamedTuple):
+    """Names to look for; `done` gets the answer, nothing found if the tier could not tell."""
+
+    names: list[BlockName]
+    done: Callable[[list[BlockName], list[bool]], None]
+
+
+class TierQueue:
+    """Owns `tier`. Calls return at once and may come from any thread."""
+
+    def __init__(self, tier: Tier, *, threads: int = 2, call_s: float = CALL_S) -> None:
+        assert threads > 0
+        self.tier = tier
+        self._call_s = call_s
+        self._ready = threading.Condition()
+        self._lookups: deque[LookupJob] = deque()
+        self._loads: deque[LoadJob] = deque()
+        self._stores: deque[StoreJob] = deque()
+        self._closing = False
+        self._loading = 0  # blocks in calls now
+        self._storing = 0
+        self._busy = 0  # threads that load
+        self._s_per_byte = PRIOR_S_PER_BYTE
+        self._lookup_s = 0.001
+        self._progress_s = time.monotonic()  # when a load last came back, or began after none
+        self.dropped_loads = 0
+        self.dropped_stores = 0
+        self._threads = [
+            threading.Thread(target=self._run, name=f"tier-{tier.name}-{i}", daemon=True)
+            for i in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # --- asking ------------------------------------------------------------------------------
+
+    def lookup(self, job: LookupJob) -> None:
+        """Ask the tier for names, before any load."""
+        with self._ready:
+            if not self._closing:
+                self._lookups.append(job)
+                self._ready.notify()
+                return
+        job.done(job.names, [False] * len(job.names))
+
+    def load(self, jobs: Sequence[LoadJob]) -> None:
+        """Queue loads in this order."""
+        with self._ready:
+            room = 0 if self._closing else max(0, LOADS_MAX - len(self._loads))
+            if not self._loads and not self._loading:
+                self._progress_s = time.monotonic()
+            self._loads.extend(jobs[:room])
+            self._ready.notify_all()
+        self.dropped_loads += max(0, len(jobs) - room)
+        for job in jobs[room:]:
+            job.done(job.name, Status.DROPPED)
+
+    def store(self, jobs: Sequence[StoreJob]) -> None:
+        """Queue stores in this order."""
+        with self._ready:
+            room = 0 if self._closing else max(0, STORES_MAX - len(self._stores))
+            self._stores.extend(jobs[:room])
+            self._ready.notify()
+        self.dropped_stores += max(0, len(jobs) - room)
+        for job in jobs[room:]:
+            job.done(job.name, Status.DROPPED)
+
+    def stores_free(self) -> int:
+        """How many stores would be taken now."""
+        return STORES_MAX - len(self._stores)
+
+    def estimate_s(self, blocks: int, block_bytes: int) -> float:
+        """Seconds until `blocks` more of the queued loads have come. A tier from which nothing has
+        come for longer than expected is believed to be as slow as that looks."""
+        with self._ready:
+            expected_s = self._s_per_byte * block_bytes
+            if self._loading:
+                silent_s = time.monotonic() - self._progress_s
+                expected_s = max(expected_s, silent_s / max(1, self._loading))
+        return blocks * expected_s
+
+    @property
+    def lookup_s(self) -> float:
+        """Seconds that a lookup takes, smoothed."""
+        return self._lookup_s
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Of loads, smoothed over all threads."""
+        return 1.0 / self._s_per_byte
+
+    def depth(self) -> tuple[int, int]:
+        """Loads and stores queued or being made."""
+        return len(self._loads) + self._loading, len(self._stores) + self._storing
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until everything queued is done; False if it took longer."""
+        end = time.monotonic() + timeout_s
+        with self._ready:
+            while self._loads or self._stores or self._loading or self._storing:
+                left = end - time.monotonic()
+                if left <= 0:
+                    return False
+                self._ready.wait(min(left, 0.05))
+        return True
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Drop what is queued, wait for the calls under way, close the tier. A thread that a tier
+        does not let go in time is left behind. Safe to repeat."""
+        with self._ready:
+            self._closing = True
+            loads, stores, lookups = list(self._loads), list(self._stores), list(self._lookups)
+            for queue in (self._loads, self._stores, self._lookups):
+                queue.clear()
+            self._ready.notify_all()
+        for load in loads:
+            load.done(load.name, Status.DROPPED)
+        for store in stores:
+            store.done(store.name, Status.DROPPED)
+        for asked in lookups:
+            asked.done(asked.names, [False] * len(asked.names))
+        end = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        if not any(thread.is_alive() for thread in self._threads):
+            self.tier.close()
+
+    # --- on the queue's threads --------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._ready:
+                while not (self._lookups or self._loads or self._stores or self._closing):
+                    self._ready.wait()
+                if self._closing:
+                    return
+                work = self._take()
+            try:
+                work()
+            except Exception:  # a tier must not raise; if it does, nobody may wait for it forever
+                _log.exception("the %s tier failed", self.tier.name)
+
+    def _take(self) -> Callable[[], None]:
+        """The next call to make; with the lock held."""
+        if self._lookups:
+            asked = self._lookups.popleft()
+            return lambda: self._look(asked)
+        if self._loads:
+            count = min(BATCH_BLOCKS, max(1, len(self._loads) // len(self._threads)))
+            loads = [self._loads.popleft() for _ in range(min(count, len(self._loads)))]
+            self._loading += len(loads)
+            self._busy += 1
+            return lambda: self._load(loads)
+        stores = [self._stores.popleft() for _ in range(min(BATCH_BLOCKS, len(self._stores)))]
+        self._storing += len(stores)
+        return lambda: self._store(stores)
+
+    def _look(self, asked: LookupJob) -> None:
+        found = [False] * len(asked.names)
+        began_s = time.monotonic()
+        try:
+            found = self.tier.lookup(asked.names, self._call_s)
+        finally:
+            self._lookup_s += WEIGHT * (time.monotonic() - began_s - self._lookup_s)
+            asked.done(asked.names, found)
+
+    def _load(self, jobs: list[LoadJob]) -> None:
+        statuses = [Status.DROPPED] * len(jobs)
+        places = [job.place(job.name) for job in jobs]
+        wanted = [i for i, place in enumerate(places) if place is not None]
+        began_s = time.monotonic()
+        try:
+            if wanted:
+                names = [jobs[i].name for i in wanted]
+                into = [place for place in places if place is not None]
+                for i, status in zip(
+                    wanted, self.tier.load(names, into, self._call_s), strict=True
+                ):
+                    statuses[i] = status
+        finally:
+            came = [i for i in wanted if statuses[i] is Status.OK]
+            self._loaded(len(jobs), sum(len(places[i] or b"") for i in came), began_s)
+            for job, status in zip(jobs, statuses, strict=True):
+                job.done(job.name, status)
+
+    def _loaded(self, count: int, size: int, began_s: float) -> None:
+        with self._ready:
+            self._progress_s = time.monotonic()
+            if size:
+                took_s = (self._progress_s - began_s) / size / self._busy
+                known = self._s_per_byte != PRIOR_S_PER_BYTE
+                weight = WEIGHT if known else 1.0
+                self._s_per_byte += weight * (took_s - self._s_per_byte)
+            self._loading -= count
+            self._busy -= 1
+            self._ready.notify_all()
+
+    def _store(self, jobs: list[StoreJob]) -> None:
+        statuses = [Status.DROPPED] * len(jobs)
+        sources = [job.source(job.name) for job in jobs]
+        there = [i for i, source in enumerate(sources) if source is not None]
+        try:
+            if there:
+                names = [jobs[i].name for i in there]
+                views = [source for source in sources if source is not None]
+                for i, status in zip(
+                    there, self.tier.store(names, views, self._call_s), strict=True
+                ):
+                    statuses[i] = status
+        finally:
+            with self._ready:
+                self._storing -= len(jobs)
+                self._ready.notify_all()
+            for job, status in zip(jobs, statuses, strict=True):
+                job.done(job.name, status)

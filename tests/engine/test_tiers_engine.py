@@ -1,0 +1,219 @@
+"""The engine over tiers: what left the device comes back, exact, whatever the tiers do."""
+
+import random
+import time
+
+import pytest
+from dict_tier import DictTier
+from engine_rig import BLOCK, Rig, request, tokens
+
+from kvstore.fetch import Level
+from kvstore.tiered import TieredStore
+from kvstore.tiers.host import HostTier
+from kvstore.tiers.queue import TierQueue
+from seams.clock import SystemClock
+from worker.engine.core import EngineCore
+from worker.engine.messages import CacheOpKind
+
+SHAPES = ("full", "latent", "ranks", "window", "full/inverted")
+PREFILL_S = 0.01  # per token, as the engine is told: waiting for a tier nearly always pays
+
+
+class TierRig(Rig):
+    """A Rig with a host tier of so many blocks and lower tiers behind queues."""
+
+    def __init__(self, shape: str = "full", *, host: int = 64, lower=(), blocks=24, **config):
+        super().__init__(shape, blocks=blocks, **config)
+        groups = self.model.spec.groups
+        sizes = {group.id: group.block_bytes for group in groups}
+        ranks = sum(group.ranks for group in groups)
+        self.host = HostTier(sizes, host * 4096 * ranks + (8 << 20), prefault=False)
+        self.store = TieredStore(self.host, [TierQueue(tier, threads=1) for tier in lower])
+        self.clock = SystemClock()
+        # The pools were made by the first core: the second has the same model, made again.
+        self.model._pools = []
+        self.core = EngineCore(self.model, self.config, self.clock, tiers=self.store)
+
+    def step(self, count: int = 1):
+        output = None
+        for _ in range(count):
+            output = self.core.step()
+            self.core.check_integrity()
+            if output is not None:
+                self.emissions += output.emissions
+        return output
+
+    def run(self, steps_max: int = 5000) -> None:
+        while self.core.scheduler.can_step() or self.core.has_work():
+            if not self.core.has_work():
+                time.sleep(0.0005)
+                continue
+            self.step()
+            steps_max -= 1
+            assert steps_max > 0, "no end"
+
+    def price(self, prefill_s_per_token: float = PREFILL_S) -> None:
+        """What the engine believes a token costs."""
+        times = self.core._times
+        times.record = lambda *_: None
+        times.prefill_s_per_token = prefill_s_per_token
+
+    def close(self) -> None:
+        self.core.close()
+
+
+def evict_all(rig: TierRig, count: int = 6) -> None:
+    """Other prompts push everything out of the device pool."""
+    for i in range(count):
+        rig.submit(request(f"other-{time.monotonic_ns()}", tokens(60, 40 + i), 2))
+        rig.run()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_prompt_pushed_out_comes_back_from_host(shape: str) -> None:
+    rig = TierRig(shape, host=400)
+    rig.price()
+    prompt = tokens(64)
+    rig.submit(request("first", prompt, 4))
+    rig.run()
+    evict_all(rig)
+    rig.submit(request("second", prompt, 4))
+    rig.run()
+    rig.assert_exact()
+    assert rig.usage("first").cached_tokens == 0
+    assert rig.usage("second").cached_tokens >= 60
+    assert rig.store.loaded_blocks[Level.HOST] > 0
+    rig.close()
+
+
+@pytest.mark.parametrize("name", ["disk", "shared"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_prompt_comes_back_from_a_lower_tier(shape: str, name: str) -> None:
+    tier = DictTier(name, load_s=0.0005)
+    rig = TierRig(shape, host=400, lower=[tier])
+    rig.price()
+    prompt = tokens(64)
+    rig.submit(request("first", prompt, 4))
+    rig.run()
+    evict_all(rig)
+    assert rig.store.flush(5.0)
+    rig.host.clear()
+    loaded = tier.loaded
+    rig.submit(request("second", prompt, 4))
+    rig.run()
+    rig.assert_exact()
+    assert rig.usage("second").cached_tokens >= 60
+    assert tier.loaded > loaded
+    rig.close()
+
+
+def test_another_replica_reads_what_the_first_left() -> None:
+    tier = DictTier("shared")
+    first = TierRig(host=400, lower=[tier])
+    prompt = tokens(64)
+    first.submit(request("first", prompt, 4))
+    first.run()
+    first.core.close(5.0)
+    assert len(tier.blocks) >= 16
+    second = TierRig(host=400, lower=[tier])
+    second.price()
+    second.submit(request("second", prompt, 4))
+    second.run()
+    second.assert_exact("second")
+    assert second.usage("second").cached_tokens >= 60
+    second.close()
+
+
+def test_tenants_do_not_meet_in_a_tier() -> None:
+    rig = TierRig(host=400)
+    rig.price()
+    prompt = tokens(64)
+    rig.submit(request("a", prompt, 4, salt=b"a" * 32, tenant="a"))
+    rig.run()
+    evict_all(rig)
+    rig.submit(request("b", prompt, 4, salt=b"b" * 32, tenant="b"))
+    rig.run()
+    assert rig.usage("b").cached_tokens == 0
+    rig.submit(request("a2", prompt, 4, salt=b"a" * 32, tenant="a"))
+    rig.run()
+    assert rig.usage("a2").cached_tokens >= 60
+    rig.close()
+
+
+def test_a_slow_tier_is_computed_against() -> None:
+    """Loading takes far longer than computing: the request does not wait for it."""
+    tier = DictTier("disk", load_s=0.3)
+    rig = TierRig(host=400, lower=[tier])
+    prompt = tokens(64)
+    rig.submit(request("first", prompt, 4))
+    rig.run()
+    evict_all(rig)
+    assert rig.store.flush(5.0)
+    rig.host.clear()
+    rig.price(0.0001)
+    rig.store.lower[Level.DISK]._s_per_byte = 0.3 / 64
+    began = time.monotonic()
+    rig.submit(request("second", prompt, 4))
+    rig.run()
+    assert time.monotonic() - began < 3.0  # all from the tier: 4.5 s
+    rig.assert_exact()
+    rig.close()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_random_prompts_over_failing_tiers_are_exact(shape: str) -> None:
+    """Shared prefixes, a device pool and a host tier far too small, tiers that lose a third."""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    lower = [
+        DictTier("disk", load_s=0.0002, losing=0.3, seed=seed),
+        DictTier("shared", load_s=0.0002, losing=0.3, seed=seed + 1),
+    ]
+    rig = TierRig(shape, host=40, lower=lower, blocks=40, step_tokens_max=32)
+    rig.price(draw.choice([0.00001, 0.0005, 0.01]))
+    stems = [tokens(draw.randrange(10, 60), i) for i in range(5)]
+    for i in range(60):
+        prompt = draw.choice(stems) + tokens(draw.randrange(1, 30), 100 + draw.randrange(8))
+        rig.submit(request(f"r{i}", prompt, draw.randrange(1, 12), n=draw.choice([1, 1, 1, 2])))
+        for _ in range(draw.randrange(4)):
+            rig.step()
+        if draw.random() < 0.1:
+            rig.cancel(f"r{draw.randrange(i + 1)}")
+    rig.run()
+    cancelled = {e.request_id for e in rig.emissions if e.last and e.error is not None}
+    rig.assert_exact(*(name for name in rig.requests if name not in cancelled))
+    for name in rig.requests:
+        usage = rig.usage(name)
+        assert usage.cached_tokens + usage.computed_tokens == usage.prompt_tokens
+    assert rig.reclaimable()
+    rig.close()
+
+
+def test_what_the_tiers_hold_is_told() -> None:
+    """Replaying the ops gives what the tiers hold, and so does the snapshot."""
+    tier = DictTier("disk")
+    rig = TierRig(host=20, lower=[tier])
+    held: dict[int, set[bytes]] = {1: set(), 2: set()}
+
+    def apply(ops) -> None:
+        for op in ops:
+            if op.tier:
+                change = held[op.tier].update if op.kind is CacheOpKind.STORED else None
+                (change or held[op.tier].difference_update)(op.keys)
+
+    for i in range(12):
+        rig.submit(request(f"r{i}", tokens(60, i), 2))
+        while rig.core.has_work():
+            output = rig.step()
+            if output is not None:
+                apply(output.cache_ops)
+    assert rig.store.flush(5.0)
+    apply(rig.core._tiers.take_ops())
+    assert held[1] == {name.key for name in rig.host.names()}
+    assert held[2] == {name.key for name in tier.blocks}
+    below = [op for op in rig.core.snapshot() if op.tier]
+    assert {key for op in below for key in op.keys if op.tier == 1} == held[1]
+    assert {key for op in below for key in op.keys if op.tier == 2} == held[2]
+    assert len(held[2]) > 100 // BLOCK
+    rig.close()
