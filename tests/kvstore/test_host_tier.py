@@ -116,6 +116,7 @@ def test_a_pin_compares_all_of_the_name() -> None:
     use.keep([name])
     assert tier.pin(name._replace(tokens=bytes(16))) is None
     assert tier.pin(name._replace(parent=bytes(16))) is None
+    assert use.lookup([name, name._replace(tokens=bytes(16))]) == [True, False]
     assert use.load([name._replace(tokens=bytes(16))]) == [Status.CORRUPT]
     assert tier.stats().corrupt == Counter(tokens=1)
     assert use.load([name]) == [OK], "the impostor did it no harm"
@@ -493,9 +494,9 @@ def test_faulty_freezes_until_it_is_released() -> None:
     tier, _ = tier_of(8)
     faulty = FaultyTier(tier)
     use = Opened(faulty, SIZES)
-    name = single(122)
+    names = names_of_chain(122, 2)
     faulty.freeze()
-    threads = [threading.Thread(target=use.keep, args=([name],)) for _ in range(2)]
+    threads = [threading.Thread(target=use.keep, args=([name],)) for name in names]
     for thread in threads:
         thread.start()
     while faulty.hanging < 2:
@@ -504,4 +505,4 @@ def test_faulty_freezes_until_it_is_released() -> None:
     faulty.release()
     for thread in threads:
         thread.join()
-    assert tier.names() == [name]
+    assert set(tier.names()) == set(names)

@@ -1,6 +1,7 @@
 """Records: one that differs in anything is a fault with a cause, and no bytes raise."""
 
 import random
+import tracemalloc
 from collections import Counter
 from struct import pack_into, unpack_from
 
@@ -227,6 +228,16 @@ def fuzz(rounds: int, seed: int) -> Counter[str]:
 def test_fuzz() -> None:
     causes = fuzz(10_000, 1)
     assert causes["magic"] and causes["version"] and causes["header"] and causes["key"]
+
+
+def test_no_length_that_was_read_is_allocated() -> None:
+    tracemalloc.start()
+    try:
+        fuzz(2_000, 2)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 1 << 20
 
 
 @pytest.mark.soak
