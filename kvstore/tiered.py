@@ -65,11 +65,12 @@ class TieredStore:
         new = [(n, b) for n, b, found in zip(names, blocks, there, strict=True) if not found]
         self.host.touch(known)
         fresh = [name for name, _ in new]
+        self._note(Level.HOST, True, fresh)  # before another thread can evict one of them
         statuses = self.host.store(
             fresh, [self._encoded(name.group, block) for name, block in new], FETCH_S_MAX
         )
-        kept = [n for n, status in zip(fresh, statuses, strict=True) if status is Status.OK]
-        self._note(Level.HOST, True, kept)
+        lost = [n for n, status in zip(fresh, statuses, strict=True) if status is not Status.OK]
+        self._note(Level.HOST, False, lost)
         self.sink()
 
     def _encoded(self, group: int, block: memoryview) -> memoryview:
@@ -87,8 +88,8 @@ class TieredStore:
             return
         room = min(queue.stores_free() for queue in self.lower.values())
         coldest = self.host.coldest_dirty(room)
-        with self._lock:
-            names = [name for name in coldest if _slot(name) not in self._sinking]
+        with self._lock:  # parents first
+            names = [name for name in reversed(coldest) if _slot(name) not in self._sinking]
             for name in names:
                 self._sinking[_slot(name)] = [len(self.lower), 0]
         for level, queue in self.lower.items():
@@ -227,9 +228,9 @@ class TieredStore:
             filling = _slot(name) in self._filling
             self._filling.discard(_slot(name))
         if filling:
-            self.host.finish(name, ok)
             if ok:
                 self._note(Level.HOST, True, [name])
+            self.host.finish(name, ok)
         ok = ok or self.host.lookup((name,), 0.0)[0]
         with self._lock:
             for fetch, group, at in self._coming.pop(_slot(name), []):
