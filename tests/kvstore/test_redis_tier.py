@@ -363,12 +363,11 @@ def gone(pid: int) -> None:
     for _ in range(500):
         try:
             os.kill(pid, 0)
-        except ProcessLookupError:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (ProcessLookupError, FileNotFoundError):
             return
-        if Path(f"/proc/{pid}/stat").exists():
-            with_state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
-            if with_state.split()[0] == "Z":
-                return
+        if state == "Z":
+            return
         time.sleep(0.02)
     pytest.fail("still running")
 
