@@ -442,4 +442,5 @@ def _state(replica: Replica, index: PrefixIndex, now_s: float) -> api_pb2.Replic
         steps=load.steps,
         numeric_class=replica.hello.numeric_class,
         representation=replica.hello.representation,
+        tiers=load.tiers,
     )

@@ -152,3 +152,49 @@ class Decision(_message.Message):
     reason: str
     candidates: _containers.RepeatedCompositeFieldContainer[CandidateCost]
     def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., replica: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., available_tokens: _Optional[int] = ..., chosen_tokens: _Optional[int] = ..., delivered_tokens: _Optional[int] = ..., reason: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[CandidateCost, _Mapping]]] = ...) -> None: ...
+
+class TierLoad(_message.Message):
+    __slots__ = ("tier", "state", "blocks", "bytes", "bytes_max", "hit_tokens", "hit_blocks", "loaded_bytes", "stored_bytes", "load_bytes_per_s", "store_bytes_per_s", "dropped", "evicted", "failed", "corrupt", "loads_queued", "stores_queued")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LOADED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOAD_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    STORE_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    CORRUPT_FIELD_NUMBER: _ClassVar[int]
+    LOADS_QUEUED_FIELD_NUMBER: _ClassVar[int]
+    STORES_QUEUED_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    state: str
+    blocks: int
+    bytes: int
+    bytes_max: int
+    hit_tokens: int
+    hit_blocks: int
+    loaded_bytes: int
+    stored_bytes: int
+    load_bytes_per_s: float
+    store_bytes_per_s: float
+    dropped: int
+    evicted: int
+    failed: int
+    corrupt: _containers.RepeatedCompositeFieldContainer[CorruptCount]
+    loads_queued: int
+    stores_queued: int
+    def __init__(self, tier: _Optional[str] = ..., state: _Optional[str] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., bytes_max: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., hit_blocks: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., load_bytes_per_s: _Optional[float] = ..., store_bytes_per_s: _Optional[float] = ..., dropped: _Optional[int] = ..., evicted: _Optional[int] = ..., failed: _Optional[int] = ..., corrupt: _Optional[_Iterable[_Union[CorruptCount, _Mapping]]] = ..., loads_queued: _Optional[int] = ..., stores_queued: _Optional[int] = ...) -> None: ...
+
+class CorruptCount(_message.Message):
+    __slots__ = ("cause", "records")
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    cause: str
+    records: int
+    def __init__(self, cause: _Optional[str] = ..., records: _Optional[int] = ...) -> None: ...

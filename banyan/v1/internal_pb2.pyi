@@ -186,7 +186,7 @@ class Heartbeat(_message.Message):
     def __init__(self, load: _Optional[_Union[Load, _Mapping]] = ..., draining: bool = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "blocks_total", "blocks_free", "blocks_cached", "queued_prefill_tokens", "steps", "step_s", "prefill_s_per_token", "prompt_tokens", "cached_tokens", "stalled")
+    __slots__ = ("running", "waiting", "blocks_total", "blocks_free", "blocks_cached", "queued_prefill_tokens", "steps", "step_s", "prefill_s_per_token", "prompt_tokens", "cached_tokens", "stalled", "tiers")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
@@ -199,6 +199,7 @@ class Load(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STALLED_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     blocks_total: int
@@ -211,7 +212,8 @@ class Load(_message.Message):
     prompt_tokens: int
     cached_tokens: int
     stalled: bool
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., step_s: _Optional[float] = ..., prefill_s_per_token: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., stalled: bool = ...) -> None: ...
+    tiers: _containers.RepeatedCompositeFieldContainer[_common_pb2.TierLoad]
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., step_s: _Optional[float] = ..., prefill_s_per_token: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., stalled: bool = ..., tiers: _Optional[_Iterable[_Union[_common_pb2.TierLoad, _Mapping]]] = ...) -> None: ...
 
 class EventBatch(_message.Message):
     __slots__ = ("replica", "epoch", "seq", "snapshot", "snapshot_last", "ops", "digest")
