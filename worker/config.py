@@ -7,6 +7,8 @@ from typing import Any
 
 from kvstore.groups import DEFAULT_BLOCK_TOKENS
 
+REDIS_TTL_S = 24 * 3600
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -31,6 +33,12 @@ class ReplicaConfig:
     the cluster secret (hex, mode 0600). `pool_gib` is KV memory over all groups; None = what the
     device has left after the weights, at most 1 GiB on CPU. `progress_file` is told, as a number
     from 0 to 1, how much of the model is loaded; nobody but a progress bar reads it.
+
+    Tiers for KV that left the device: `host_gib` of host memory, `nvme_gib` of the disk in
+    `nvme`/`replica`, and the Redis or Valkey server of the URL `redis` (@FILE: the URL is in that
+    file), where a block vanishes `redis_ttl_s` seconds after it was stored. `namespace` keeps
+    clusters apart that share a server. Tiers below host memory are reached through some of it:
+    where `host_gib` is 0 as well, a little is taken all the same (worker/service/tiers.py).
     """
 
     replica: str
@@ -57,6 +65,13 @@ class ReplicaConfig:
     progress_file: str = ""
     speculate: int = 0  # tokens guessed ahead of a sequence in a step, at most; 0 = none
     adapters: tuple[str, ...] = ()  # NAME=FOLDER each: LoRA adapters, loaded at the start
+    host_gib: float = 0.0  # 0 = none
+    nvme: str = ""  # a directory; "" = none
+    nvme_gib: float = 0.0
+    redis: str = ""  # "" = none
+    redis_ttl_s: int = REDIS_TTL_S
+    cold_codec: str = "none"  # how blocks are written below the device: as they are
+    namespace: str = "default"
 
     def as_dict(self) -> dict[str, Any]:
         """For `ReplicaConfig(**d)` on the other side."""

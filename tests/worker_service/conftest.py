@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from service_peers import SECRET, FakeRouter, StartReplica
 
+from kvstore.tiered import TieredStore
 from seams.clock import SystemClock
 from worker.config import EngineConfig, ReplicaConfig
 from worker.engine.core import EngineCore
@@ -38,11 +39,17 @@ def cores() -> list[EngineCore]:
     return []
 
 
-def parts(blocks: int, text_files: dict[str, bytes], cores: list[EngineCore]) -> ReplicaParts:
+def parts(
+    blocks: int,
+    text_files: dict[str, bytes],
+    cores: list[EngineCore],
+    tiers: TieredStore | None = None,
+) -> ReplicaParts:
     model, clock = fake_model("full"), SystemClock()
     limits = EngineConfig(blocks=(blocks,), poison_freed=True)
-    cores.append(EngineCore(model, limits, clock))
-    return ReplicaParts(ThreadEngine(cores[-1]), model.spec, (blocks,), text_files, clock)
+    cores.append(EngineCore(model, limits, clock, tiers=tiers))
+    engine = ThreadEngine(cores[-1])
+    return ReplicaParts(engine, model.spec, (blocks,), text_files, clock, tiers)
 
 
 @pytest.fixture
@@ -56,6 +63,7 @@ def start_replica(
         blocks: int = 256,
         text_files: dict[str, bytes] | None = None,
         on_failure: Callable[[], None] | None = None,
+        tiers: TieredStore | None = None,
         **fields: Any,
     ) -> Replica:
         given = {
@@ -66,7 +74,7 @@ def start_replica(
             "secret_file": str(secret_file),
             "threads": 1,
         } | fields
-        made = parts(blocks, text_files or {}, cores)
+        made = parts(blocks, text_files or {}, cores, tiers)
         replica = Replica(ReplicaConfig(**given), made, SECRET, on_failure)
         replica.start()
         started.append(replica)

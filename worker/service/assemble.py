@@ -10,6 +10,7 @@ from seams.errors import ModelLoadError
 from seams.proof import read_secret
 from seams.textfiles import read_text_files
 from worker.config import EngineConfig, ReplicaConfig
+from worker.models.base import ModelSpec
 from worker.service.replica import Replica, ReplicaParts
 from worker.service.settings import thread_count
 
@@ -52,6 +53,7 @@ def load_parts(config: ReplicaConfig) -> ReplicaParts:
     from worker.engine.core import EngineCore
     from worker.engine.thread import ThreadEngine
     from worker.models.load import load_model, plan_blocks
+    from worker.service.tiers import open_tiers
 
     torch.set_num_threads(thread_count(config.threads))
     model = load_model(config, LoadProgress(config.progress_file))
@@ -66,8 +68,25 @@ def load_parts(config: ReplicaConfig) -> ReplicaParts:
         cache=config.cache,
         speculate=config.speculate,
     )
-    engine = ThreadEngine(EngineCore(model, limits, clock))
-    return ReplicaParts(engine, model.spec, blocks, _text_files(config.model), clock)
+    text_files = _text_files(config.model)
+    tiers = open_tiers(config, model.spec, _host_pool_bytes(config, model.spec, blocks))
+    try:
+        engine = ThreadEngine(EngineCore(model, limits, clock, tiers=tiers))
+    except BaseException:
+        if tiers is not None:
+            tiers.close()
+        raise
+    return ReplicaParts(engine, model.spec, blocks, text_files, clock, tiers)
+
+
+def _host_pool_bytes(config: ReplicaConfig, spec: ModelSpec, blocks: tuple[int, ...]) -> int:
+    """What the pools, which the engine makes, will take of host memory."""
+    from worker.models.load import FAKE, choose_device
+
+    if not config.model.startswith(FAKE) and choose_device(config.device).type != "cpu":
+        return 0
+    counts = zip(blocks, spec.groups, strict=True)
+    return sum(count * group.block_bytes * group.ranks for count, group in counts)
 
 
 def build_replica(config: ReplicaConfig, on_failure: Callable[[], None] | None = None) -> Replica:

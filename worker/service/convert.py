@@ -6,7 +6,7 @@ passes is an EngineRequest that the engine may trust.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from banyan.v1 import common_pb2, internal_pb2
@@ -218,7 +218,11 @@ def refused(wire_id: str, error: BanyanError, step: int) -> internal_pb2.Frame:
 
 
 def heartbeat(
-    load: EngineLoad, base: EngineLoad, draining: bool, stalled: bool
+    load: EngineLoad,
+    base: EngineLoad,
+    draining: bool,
+    stalled: bool,
+    tiers: Sequence[common_pb2.TierLoad] = (),
 ) -> internal_pb2.Heartbeat:
     """Load for the routers. `base` is the load after warm-up: its tokens were nobody's."""
     return internal_pb2.Heartbeat(
@@ -236,6 +240,7 @@ def heartbeat(
             prompt_tokens=load.prompt_tokens - base.prompt_tokens,
             cached_tokens=load.cached_tokens - base.cached_tokens,
             stalled=stalled,
+            tiers=tiers,
         ),
     )
 

@@ -90,12 +90,14 @@ def build_hello(
     address: str,
     priors: internal_pb2.Priors,
     rng: Rng,
+    tiers: Sequence[internal_pb2.TierCapacity] = (),
 ) -> internal_pb2.Hello:
     """Everything a router must know before it sends the first request.
 
     The failure group is (host, node): BANYAN_NODE names the machine where the host name is only a
-    container's.
+    container's. Replicas with one Redis namespace share what lies there.
     """
+    device = internal_pb2.TierCapacity(tier=internal_pb2.TIER_DEVICE, blocks=blocks[0])
     host = socket.gethostname()
     named = zip(served, (None, *spec.adapters), strict=True)
     models = [_model(config, spec, served_root, adapter) for served_root, adapter in named]
@@ -109,13 +111,13 @@ def build_hello(
         address=address,
         host=host,
         node=os.environ.get("BANYAN_NODE", host),
-        cache_domain=config.cache_domain,
+        cache_domain=config.cache_domain or (config.namespace if config.redis else ""),
         models=models,
         block_tokens=spec.block_tokens,
         kv_groups=[_group(group) for group in spec.groups],
         representation=spec.representation.id,
         numeric_class=spec.numeric_class,
-        capacities=[internal_pb2.TierCapacity(tier=internal_pb2.TIER_DEVICE, blocks=blocks[0])],
+        capacities=[device, *tiers],
         priors=priors,
         probe=probe_chain(served[0].root_id, spec.block_tokens, spec.vocab_tokens, rng),
     )

@@ -15,6 +15,7 @@ from typing import Any
 import uvloop
 
 from banyan.v1 import internal_pb2
+from kvstore.tiered import TieredStore
 from seams.clock import Clock
 from seams.errors import InternalError, NoReplica
 from seams.rng import SystemRng
@@ -35,6 +36,7 @@ from worker.service.router_link import LinkContext
 from worker.service.server import Identity, ReplicaService
 from worker.service.sessions import Sessions
 from worker.service.settings import advertised
+from worker.service.tiers import capacities, tier_loads
 from worker.service.warmup import measure_priors
 
 log = logging.getLogger(__name__)
@@ -54,6 +56,7 @@ class ReplicaParts:
     blocks: tuple[int, ...]
     text_files: Mapping[str, bytes]
     clock: Clock
+    tiers: TieredStore | None = None  # the engine's, which closes it; here only asked for figures
 
 
 def new_epoch() -> int:
@@ -174,7 +177,7 @@ class Replica:
             identity, self._dispatcher, sessions, roots, parts.text_files, parts.clock
         )
         self.address = advertised(config, await self._listener.open(service))
-        self._links = Links(config.routers, self._link_context(sessions, self._hello(priors)))
+        self._links = Links(config.routers, self._link_context(sessions, priors))
         stall_s = max(
             STALL_S_MIN, STALL_STEPS * priors.prefill_s_per_token * config.step_tokens_max
         )
@@ -201,12 +204,13 @@ class Replica:
             address=self.address,
             priors=priors,
             rng=SystemRng(),
+            tiers=capacities(parts.tiers, parts.spec),
         )
 
-    def _link_context(self, sessions: Sessions, hello: internal_pb2.Hello) -> LinkContext:
+    def _link_context(self, sessions: Sessions, priors: internal_pb2.Priors) -> LinkContext:
         return LinkContext(
             secret=self._secret,
-            hello=lambda: hello,
+            hello=lambda: self._hello(priors),  # anew for each: tiers are measured as they work
             heartbeat=self._heartbeat,
             sessions=sessions,
             events=self._events,
@@ -215,7 +219,8 @@ class Replica:
 
     def _heartbeat(self) -> internal_pb2.Heartbeat:
         load = self._parts.engine.load()
-        return convert.heartbeat(load, self._base, self._draining, self._stalled)
+        tiers = tier_loads(self._parts.tiers, self._parts.spec.block_tokens)
+        return convert.heartbeat(load, self._base, self._draining, self._stalled, tiers)
 
     def _on_step(self, output: StepOutput) -> None:
         """On the engine's thread: hand the step over, once."""

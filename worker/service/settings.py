@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +14,8 @@ from seams.errors import InvalidRequest
 from worker.config import ReplicaConfig
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+COLD_CODECS = ("none", "fp8")
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # of a folder, a Redis key, an ACL
 _EVERY_INTERFACE = ("0.0.0.0", "[::]", "::", "*", "")
 
 
@@ -53,6 +57,37 @@ def _check(config: ReplicaConfig) -> None:
             raise InvalidRequest("Every address of the replica's configuration is host:port.")
     if config.listen.rpartition(":")[0] in _EVERY_INTERFACE and not config.advertise:
         raise InvalidRequest("A replica that listens on all interfaces needs advertise.")
+    _check_tiers(config)
+
+
+def _check_tiers(config: ReplicaConfig) -> None:
+    for field in ("host_gib", "nvme_gib"):
+        if not 0 <= getattr(config, field) < math.inf:  # nan too
+            raise InvalidRequest(f"The replica's configuration needs {field} of at least 0.")
+    if bool(config.nvme) != (config.nvme_gib > 0):
+        raise InvalidRequest("The replica's configuration has one of nvme and nvme_gib alone.")
+    if config.nvme and not _PLAIN_NAME.fullmatch(config.replica):
+        raise InvalidRequest("With nvme the replica's name must be one that a folder can have.")
+    if config.redis and not _PLAIN_NAME.fullmatch(config.namespace):
+        raise InvalidRequest("With redis namespace must be letters, digits, '.', '_' and '-'.")
+    if config.redis_ttl_s < 1:
+        raise InvalidRequest("The replica's configuration needs redis_ttl_s of at least 1.")
+    if (config.host_gib or config.nvme or config.redis) and not config.cache:
+        raise InvalidRequest("Tiers keep what leaves the prefix cache, and cache is off.")
+    check_cold_codec(config.cold_codec, batch_invariant=config.batch_invariant)
+
+
+def check_cold_codec(codec: str, *, batch_invariant: bool) -> None:
+    """Raise InvalidRequest for a way to write cold blocks that is not to be had."""
+    if codec not in COLD_CODECS:
+        raise InvalidRequest("The cold codec must be none or fp8.")
+    if codec != "none" and batch_invariant:
+        raise InvalidRequest(
+            f"The cold codec {codec} rounds what it stores, so a block that comes back changes "
+            "bits of an answer: not with batch-invariant serving."
+        )
+    if codec != "none":
+        raise InvalidRequest(f"The cold codec {codec} is not built yet: say none.")
 
 
 def advertised(config: ReplicaConfig, port: int) -> str:
