@@ -21,6 +21,8 @@ app = typer.Typer(
 )
 model_app = typer.Typer(help="Get models onto this machine.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
+cache_app = typer.Typer(help="Look into disk tiers and the shared tier.", no_args_is_help=True)
+app.add_typer(cache_app, name="cache")
 
 INTERRUPTED = 130  # what shells and Typer say for SIGINT
 
@@ -32,6 +34,10 @@ Address = Annotated[
 ApiKey = Annotated[str, typer.Option(help="API key.", envvar="BANYAN_API_KEY", show_default=False)]
 MaxTokens = Annotated[int, typer.Option(help="Tokens to generate; 0 = to the context's end.")]
 Temperature = Annotated[float, typer.Option(help="0 = greedy.")]
+Nvme = Annotated[str, typer.Option(help="Directory of disk tiers; default: the cluster's.")]
+Redis = Annotated[
+    str, typer.Option(help="URL of the shared tier, or @FILE with it; default: the cluster's.")
+]
 TimeoutS = Annotated[float, typer.Option(help="Seconds for the whole call; 0 = no limit.")]
 
 
@@ -81,6 +87,13 @@ def up(
         list[str] | None,
         typer.Option(help="NAME=FOLDER of a LoRA adapter, served as MODEL:NAME; repeatable."),
     ] = None,
+    host_gib: Annotated[float, typer.Option(help="Host memory for KV, per replica.")] = 0.0,
+    nvme: Annotated[str, typer.Option(help="Directory for KV on disk; survives restarts.")] = "",
+    nvme_gib: Annotated[float, typer.Option(help="How much of it, per replica.")] = 0.0,
+    redis: Annotated[
+        str, typer.Option(help="KV for all replicas: none, embedded, a URL, or @FILE with one.")
+    ] = "none",
+    cold_codec: Annotated[str, typer.Option(help="KV off the device: none or fp8.")] = "none",
     api_keys: Annotated[str, typer.Option(help="JSON file of API keys and their tenants.")] = "",
     timeout_s: Annotated[float, typer.Option(help="Give up after this many seconds.")] = 300.0,
     json_output: Json = False,
@@ -88,14 +101,17 @@ def up(
     """Start a cluster and wait until every replica is ready at every router."""
     from banyan.cli import clusters
     from banyan.cluster.spec import ClusterSpec, read_api_keys
+    from banyan.cluster.tiers import refuse_password
 
+    refuse_password(redis)
     spec = ClusterSpec(
         model=model, name=name, replicas=replicas, routers=routers, listen=listen, device=device,
         dtype=dtype, compute=compute, batch_invariant=batch_invariant, pool_gib=pool_gib or None,
         context_tokens=context_tokens, speculate=speculate,
         ray_address=ray_address, timeout_s=timeout_s,
         api_keys=read_api_keys(Path(api_keys)) if api_keys else {},
-        adapters=tuple(adapter or ()),
+        adapters=tuple(adapter or ()), host_gib=host_gib, nvme=nvme, nvme_gib=nvme_gib,
+        redis="" if redis == "none" else redis, cold_codec=cold_codec,
     )  # fmt: skip
     clusters.up(spec, json_output=json_output)
 
@@ -237,6 +253,36 @@ def model_fetch(
         output.print_json({"model": model, "folder": folder})
     else:
         output.console.print(f"{model} is in {folder}")
+
+
+@cache_app.command("stats")
+def cache_stats(
+    nvme: Nvme = "", redis: Redis = "", name: Name = "default", json_output: Json = False
+) -> None:
+    """Count what disk tiers and the shared tier hold."""
+    from banyan.cli import cache
+
+    cache.stats(cache.places(nvme, redis, name), json_output=json_output)
+
+
+@cache_app.command("verify")
+def cache_verify(
+    nvme: Nvme = "", redis: Redis = "", name: Name = "default", json_output: Json = False
+) -> None:
+    """Read all of it and check every record as a replica would."""
+    from banyan.cli import cache
+
+    cache.verify(cache.places(nvme, redis, name), json_output=json_output)
+
+
+@cache_app.command("clear")
+def cache_clear(
+    nvme: Nvme = "", redis: Redis = "", name: Name = "default", json_output: Json = False
+) -> None:
+    """Remove all of it; directories of running replicas are left alone."""
+    from banyan.cli import cache
+
+    cache.clear(cache.places(nvme, redis, name), json_output=json_output)
 
 
 def _interrupted(number: int, frame: Any) -> NoReturn:

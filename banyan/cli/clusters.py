@@ -68,6 +68,9 @@ def status(name: str, *, json_output: bool) -> None:
     record = state.running(name)
     wrong = problems(record)
     seen = {router.name: _ask(router, record.api_key) for router in record.routers}
+    best = max((s for s in seen.values() if s), key=lambda s: len(s.replicas), default=None)
+    found = {r.replica: r for r in best.replicas} if best else {}
+    wrong += _missing_tiers(record, found)
     if json_output:
         routers = {
             name: None
@@ -84,12 +87,15 @@ def status(name: str, *, json_output: bool) -> None:
         ["router", "address", "state", ">replicas", ">indexed\nblocks", ">open\nstreams"],
         [_router_row(router, seen[router.name]) for router in record.routers],
     )
-    best = max((s for s in seen.values() if s), key=lambda s: len(s.replicas), default=None)
-    found = {r.replica: r for r in best.replicas} if best else {}
     columns = ["replica", "state", "started", ">running\n+waiting", ">blocks", ">free"]
     columns += [">cached", ">prompt\ntokens", ">from\ncache"]
     rows = [_replica_row(replica, found.get(replica)) for replica in record.replicas]
     output.table("", columns, rows)
+    tiers = [row for r in record.replicas if r in found for row in _tier_rows(found[r])]
+    if tiers:
+        columns = ["replica", "tier", "state", ">MiB", ">of", ">blocks", ">hits,\ntokens"]
+        columns += [">load\nGB/s", ">store\nGB/s", ">dropped", ">failed", "corrupt"]
+        output.table("", columns, tiers)
     for problem in wrong:
         output.console.print(f"[red]problem:[/red] {problem}")
 
@@ -107,6 +113,38 @@ def _router_row(router: RouterRecord, seen: api_pb2.ClusterStateResponse | None)
         return [router.name, router.listen, "[red]gone[/red]", "", "", ""]
     counts = [len(seen.replicas), seen.index_blocks, seen.streams_open]
     return [router.name, router.listen, f"up {seen.uptime_s:.0f} s", *counts]
+
+
+def _missing_tiers(record: ClusterRecord, found: dict[str, api_pb2.ReplicaState]) -> list[str]:
+    """One sentence for each tier asked for that a replica goes on without."""
+    asked = [name for name, of in (("disk", record.nvme), ("shared", record.redis)) if of]
+    return [
+        f"{seen.replica} runs without its {name} tier: its log says why."
+        for seen in found.values()
+        for name in asked
+        if seen.blocks_total and name not in {tier.tier for tier in seen.tiers}
+    ]
+
+
+def _tier_rows(seen: api_pb2.ReplicaState) -> list[list[Any]]:
+    """A row per tier. What a shared tier holds is not a replica's to say."""
+    return [
+        [
+            seen.replica,
+            tier.tier,
+            f"[{'green' if tier.state == 'ok' else 'yellow'}]{tier.state}",
+            f"{tier.bytes / 2**20:,.1f}" if tier.bytes_max else "",
+            f"{tier.bytes_max / 2**20:,.0f}" if tier.bytes_max else "",
+            tier.blocks if tier.bytes_max else "",
+            tier.hit_tokens,
+            f"{tier.load_bytes_per_s / 1e9:.2f}" if tier.load_bytes_per_s else "",
+            f"{tier.store_bytes_per_s / 1e9:.2f}" if tier.store_bytes_per_s else "",
+            tier.dropped,
+            tier.failed,
+            ", ".join(f"{c.records} {c.cause}" for c in tier.corrupt) or "none",
+        ]
+        for tier in seen.tiers
+    ]
 
 
 def _replica_row(name: str, seen: api_pb2.ReplicaState | None) -> list[Any]:

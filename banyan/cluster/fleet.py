@@ -16,6 +16,7 @@ import ray
 from worker.service.actor import ReplicaActor
 
 DRAIN_S_MAX = 20.0
+STOP_S_MAX = 12.0  # a replica's tiers take up to 5 s for what only host memory has, then close
 POLL_S = 0.2
 
 
@@ -106,6 +107,15 @@ def standing(actor: Any) -> tuple[int, str]:
     return said["attached"], said["refusal"]
 
 
+def end(actors: list[Any], drain_s: float) -> None:
+    """Let what runs end within `drain_s`, then let the replicas stop by themselves, which writes
+    down what their tiers still hold in memory. An actor that does not answer is not waited for
+    longer."""
+    for call, limit_s in (("drain", drain_s), ("stop", STOP_S_MAX)):
+        asked = [getattr(actor, call).remote() for actor in actors]
+        ray.wait(asked, num_returns=len(asked), timeout=limit_s)
+
+
 def stop(order: dict[str, Any]) -> int:
     """Drain the named replicas if asked to, then end their actors for good."""
     connect(order)
@@ -115,12 +125,8 @@ def stop(order: dict[str, Any]) -> int:
             actors[name] = ray.get_actor(name, namespace=order["namespace"])
         except ValueError:
             continue  # gone already
-    if order["drain"]:
-        ray.wait(
-            [actor.drain.remote() for actor in actors.values()] or [ray.put(None)],
-            num_returns=max(1, len(actors)),
-            timeout=DRAIN_S_MAX,
-        )
+    if order["drain"] and actors:
+        end(list(actors.values()), DRAIN_S_MAX)
     for name, actor in actors.items():
         ray.kill(actor, no_restart=True)
         report(event="stopped", replica=name)

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from banyan.cluster import processes, ray_head, state, stop
+from banyan.cluster import processes, ray_head, state, stop, tiers
 from banyan.cluster.interrupts import held_back
 from banyan.cluster.processes import Process
 from banyan.cluster.spec import (
@@ -71,6 +71,7 @@ def up(spec: ClusterSpec, report: Report) -> ClusterRecord:
     Raises BanyanError with one sentence; then, as after Ctrl-C, nothing is left running.
     """
     check(spec)
+    tiers.check_tiers(spec)
     path = state.prepare(spec.name)
     with locked(path / "lock"):
         _refuse_second(spec.name)
@@ -85,15 +86,19 @@ def up(spec: ClusterSpec, report: Report) -> ClusterRecord:
             started_unix_s=time.time(),
             launcher=Process("launcher", me.pid, me.create_time(), ""),
             api_key=next(iter(spec.api_keys), ""),
+            nvme=tiers.nvme_directory(spec),
+            redis=tiers.shown_redis(spec),
         )
         launch = _Launch(spec, path, record, report, time.monotonic() + spec.timeout_s)
         with _undone_on_failure(launch):
             launch.save()
             with held_back():
                 _start_routers(launch, listens)
+                _start_cache(launch)
                 _start_ray(launch)
                 _start_fleet(launch)
             _wait_routers(launch)
+            tiers.wait_server(launch.record.cache, launch.folder / "run")
             _start_replicas(launch)
             _wait_replicas(launch)
             launch.save(phase="running", launcher=None)
@@ -151,6 +156,11 @@ def _start_routers(launch: _Launch, listens: list[str]) -> None:
 def _internal_host(spec: ClusterSpec) -> str:
     """Replicas of a joined Ray cluster may be elsewhere: then the address clients use."""
     return spec.listen.rpartition(":")[0] if spec.ray_address else "127.0.0.1"
+
+
+def _start_cache(launch: _Launch) -> None:
+    folder = launch.folder
+    launch.save(cache=tiers.begin_server(launch.spec, folder / "run", folder / "logs"))
 
 
 def _start_ray(launch: _Launch) -> None:
@@ -237,6 +247,12 @@ def _orders(launch: _Launch) -> list[dict[str, Any]]:
             context_tokens=spec.context_tokens,
             speculate=spec.speculate,
             adapters=adapter_folders(spec.adapters),
+            host_gib=spec.host_gib,
+            nvme=launch.record.nvme,
+            nvme_gib=spec.nvme_gib,
+            redis=tiers.redis_reference(spec, launch.folder / "run"),
+            cold_codec=spec.cold_codec,
+            namespace=spec.name,
             progress_file=str(_progress_file(launch, name)),
         )
         for name in launch.record.replicas

@@ -14,13 +14,15 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from banyan.cluster.fleet import sentence
+from banyan.cluster.fleet import STOP_S_MAX, sentence
 from banyan.cluster.ray_head import OBJECT_STORE_BYTES, SETTINGS
 from banyan.models import resolve_model, served_name
 from seams.errors import BanyanError, LaunchError
 from worker.config import ReplicaConfig
 
 JOIN_S_MAX = 300.0
+NODE_S_MAX = 20.0
+LEAVE_S_MAX = 5.0 + STOP_S_MAX + NODE_S_MAX  # all that comes after the drain's own grace
 NAMESPACE = "banyan"
 
 
@@ -42,6 +44,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pool-gib", type=float)
     parser.add_argument("--grace-s", type=float, default=60.0)
     parser.add_argument("--adapter", action="append", default=[], help="NAME=FOLDER; repeatable")
+    parser.add_argument("--host-gib", type=float, default=0.0)
+    parser.add_argument("--nvme", default="", help="a directory")
+    parser.add_argument("--nvme-gib", type=float, default=0.0)
+    parser.add_argument("--redis", default="", help="a URL, or @FILE with one in it")
+    parser.add_argument("--namespace", default="default", help="of this cluster in that server")
+    parser.add_argument("--cold-codec", default="none")
     return parser.parse_args(arguments)
 
 
@@ -63,6 +71,12 @@ def replica_config(options: argparse.Namespace, model: str) -> ReplicaConfig:
         context_tokens=options.context_tokens,
         speculate=options.speculate,
         adapters=tuple(options.adapter),
+        host_gib=options.host_gib,
+        nvme=options.nvme,
+        nvme_gib=options.nvme_gib,
+        redis=options.redis,
+        namespace=options.namespace,
+        cold_codec=options.cold_codec,
     )
 
 
@@ -131,16 +145,17 @@ def keep(node: subprocess.Popen[bytes], stopping: threading.Event) -> None:
 
 
 def leave(node: subprocess.Popen[bytes], actor: Any, grace_s: float) -> None:
-    """Drain the replica, end it for good, and take the node out of the cluster."""
+    """Drain the replica, let it stop, end it for good, and take the node out of the cluster."""
     import ray
 
     if actor is not None:
         ray.wait([actor.drain.remote(grace_s)], timeout=grace_s + 5.0)
+        ray.wait([actor.stop.remote()], timeout=STOP_S_MAX)
         ray.kill(actor, no_restart=True)
         ray.shutdown()
     node.terminate()
     try:
-        node.wait(timeout=20.0)
+        node.wait(timeout=NODE_S_MAX)
     except subprocess.TimeoutExpired:
         os.killpg(node.pid, signal.SIGKILL)
 

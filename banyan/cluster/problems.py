@@ -29,6 +29,8 @@ def problems(record: ClusterRecord) -> list[str]:
     for router in record.routers:
         if not router.process.alive():
             found.append(f"The process of {router.name} has ended.")
+    if record.cache is not None and not record.cache.alive():
+        found.append("The cache server has ended: the replicas go on without their shared tier.")
     if record.ray is not None and record.phase == "running":
         found += _of_ray(record.ray)
     return found

@@ -35,6 +35,11 @@ class ClusterSpec:
     timeout_s: float = 300.0
     api_keys: dict[str, str] = field(default_factory=dict)  # key -> tenant; empty: no keys
     adapters: tuple[str, ...] = ()  # NAME=FOLDER each; clients ask for MODEL:NAME
+    host_gib: float = 0.0  # per replica, as the next
+    nvme: str = ""  # a directory; each replica takes a folder in it
+    nvme_gib: float = 0.0
+    redis: str = ""  # "" = none, "embedded" = a server of the cluster's own, a URL, or @FILE
+    cold_codec: str = "none"
 
 
 def read_api_keys(path: Path) -> dict[str, str]:

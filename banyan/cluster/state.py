@@ -56,6 +56,9 @@ class ClusterRecord:
     started_unix_s: float = 0.0
     launcher: Process | None = None  # the command that is bringing it up
     api_key: str = ""  # one of the cluster's, for this machine's own commands
+    nvme: str = ""  # where the replicas' disk tiers are
+    redis: str = ""  # "", "embedded" or a URL without its password
+    cache: Process | None = None  # owns the embedded server
 
     @property
     def addresses(self) -> list[str]:
@@ -67,6 +70,8 @@ class ClusterRecord:
         found = [router.process for router in self.routers]
         if self.ray is not None and self.ray.head is not None:
             found.append(self.ray.head)
+        if self.cache is not None:
+            found.append(self.cache)
         return found
 
 
@@ -117,8 +122,11 @@ def _from_json(fields: dict[str, Any]) -> ClusterRecord:
     if ray is not None:
         head = Process(**ray["head"]) if ray["head"] else None
         ray = RayRecord(**(ray | {"head": head}))
-    launcher = Process(**fields["launcher"]) if fields["launcher"] else None
-    record = ClusterRecord(**(fields | {"routers": routers, "ray": ray, "launcher": launcher}))
+    alone = {
+        name: Process(**fields[name]) if fields.get(name) else None
+        for name in ("launcher", "cache")
+    }
+    record = ClusterRecord(**(fields | {"routers": routers, "ray": ray} | alone))
     return replace(record, replicas=tuple(record.replicas))
 
 

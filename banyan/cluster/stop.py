@@ -16,6 +16,7 @@ from banyan.home import locked
 from seams.errors import LaunchError
 
 ROUTER_GRACE_S = 5.0
+CACHE_GRACE_S = 5.0
 FLEET_S_MAX = 60.0
 
 
@@ -62,6 +63,8 @@ def clear(record: ClusterRecord, *, replicas_stopped: bool = False) -> None:
     ray = record.ray
     if ray is not None and ray.head is not None and not ray_head.stop_head(ray):
         left.append("ray")
+    if record.cache is not None and not processes.stop(record.cache, CACHE_GRACE_S):
+        left.append("cache")
     if left:
         raise LaunchError(f"These processes would not end: {', '.join(left)}.")
     state.remove(record.name, everything=False)
