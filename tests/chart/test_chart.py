@@ -22,6 +22,16 @@ VARIANTS = {
     "cpu": CPU,
     "existing secret": {"secret": {"existingSecret": "mine"}},
     "digest": {"image": {"digest": "sha256:" + "0" * 64}},
+    "memory and disk": {"kvstore": {"hostGib": 8, "nvme": {"gib": 100.5}}},
+    "claims and Valkey": {
+        "kvstore": {"nvme": {"gib": 40, "ephemeral": False}, "redis": {"kind": "embedded"}}
+    },
+    "external Redis": {
+        "kvstore": {
+            "nvme": {"gib": 40, "path": "/mnt/kv"},
+            "redis": {"kind": "external", "existingSecret": "my-redis"},
+        }
+    },
     "two groups": {"workers": [DEFAULTS["workers"][0], CPU["workers"][0]]},
 }
 
@@ -116,6 +126,80 @@ def test_a_made_secret_is_hex_and_an_existing_one_is_not_replaced() -> None:
     assert not by_kind(render({"secret": {"existingSecret": "mine"}}), "Secret")
 
 
+def worker_pod(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The one worker group's StatefulSet and its arguments by option."""
+    [owner] = [
+        o for o in by_kind(render(values), "StatefulSet") if "ray" not in o["metadata"]["name"]
+    ]
+    args = owner["spec"]["template"]["spec"]["containers"][0]["args"]
+    pairs = (arg.removeprefix("--").partition("=") for arg in args)
+    return owner, {option: value for option, _, value in pairs}
+
+
+def mounts(owner: dict[str, Any]) -> dict[str, str]:
+    container = owner["spec"]["template"]["spec"]["containers"][0]
+    return {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+
+
+def volumes(owner: dict[str, Any]) -> dict[str, Any]:
+    return {volume["name"]: volume for volume in owner["spec"]["template"]["spec"]["volumes"]}
+
+
+def test_no_tier_unless_asked_for() -> None:
+    owner, args = worker_pod({})
+    assert not {"host-gib", "nvme", "nvme-gib", "redis", "namespace"} & set(args)
+    assert not {"kv", "redis"} & set(mounts(owner))
+
+
+def test_tiers_arrive_at_the_replica_with_room_to_lie_in() -> None:
+    owner, args = worker_pod(VARIANTS["memory and disk"])
+    assert (args["host-gib"], args["nvme-gib"]) == ("8", "100.5")
+    assert mounts(owner)["kv"] == args["nvme"]
+    assert volumes(owner)["kv"]["emptyDir"] == {"sizeLimit": "103Gi"}
+    owner, args = worker_pod(VARIANTS["claims and Valkey"])
+    claims = {c["metadata"]["name"]: c["spec"] for c in owner["spec"]["volumeClaimTemplates"]}
+    assert claims["kv"]["resources"]["requests"]["storage"] == "42Gi"
+    assert "kv" not in volumes(owner) and mounts(owner)["kv"] == args["nvme"]
+    owner, args = worker_pod(VARIANTS["external Redis"])
+    assert args["nvme"] == "/mnt/kv" and "kv" not in mounts(owner)
+    assert volumes(owner)["redis"]["secret"]["secretName"] == "my-redis"
+    assert args["redis"] == f"@{mounts(owner)['redis']}/url" and args["namespace"] == "llm.banyan"
+
+
+def test_replicas_can_parse_what_the_chart_says(tmp_path: Path) -> None:
+    from banyan.cluster import pod
+    from worker.service.settings import parse_config
+
+    for values in VARIANTS.values():
+        for owner in by_kind(render(values), "StatefulSet"):
+            if "ray" in owner["metadata"]["name"]:
+                continue
+            args = owner["spec"]["template"]["spec"]["containers"][0]["args"]
+            given = [a.replace("$(POD_IP)", "10.0.0.1").replace("$(POD_NAME)", "p-0") for a in args]
+            options = pod.parse(given)
+            parse_config(pod.replica_config(options, "fake:full").as_dict())
+            assert (
+                options.grace_s + pod.LEAVE_S_MAX
+                <= (owner["spec"]["template"]["spec"]["terminationGracePeriodSeconds"])
+            )
+
+
+def test_the_password_of_the_chart_s_valkey_is_in_its_secret_alone() -> None:
+    objects = render(VARIANTS["claims and Valkey"])
+    [secret] = [s for s in by_kind(objects, "Secret") if s["metadata"]["name"] == "banyan-cache"]
+    url = base64.b64decode(secret["data"]["url"]).decode()
+    password = url.removeprefix("redis://:").partition("@")[0]
+    assert len(password) == 48 and url.endswith("@banyan-cache:6379/0")
+    assert password in base64.b64decode(secret["data"]["valkey.conf"]).decode()
+    assert not [o for o in objects if o is not secret and password in json.dumps(o)]
+    [server] = [d for d in by_kind(objects, "Deployment") if "cache" in d["metadata"]["name"]]
+    args = server["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert args[args.index("--bind") + 1] == "$(POD_IP)"
+    assert args[args.index("--maxmemory") + 1] == "2048mb"
+    services = {s["metadata"]["name"] for s in by_kind(objects, "Service")}
+    assert "banyan-cache" in services
+
+
 def altered(path: str, value: object) -> dict[str, Any]:
     values = copy.deepcopy(DEFAULTS)
     target, *rest = path.split(".")
@@ -138,6 +222,12 @@ def altered(path: str, value: object) -> dict[str, Any]:
         ("workers.0.poolGib", 0),
         ("image.digest", "latest"),
         ("model.dtype", "int3"),
+        ("kvstore.hostGib", -1),
+        ("kvstore.nvme.gib", "much"),
+        ("kvstore.nvme.path", "relative"),
+        ("kvstore.redis.kind", "memcached"),
+        ("kvstore.redis.kind", "external"),  # without its Secret
+        ("kvstore.redis.password", "in the values"),
         ("unknown", 1),
     ],
 )

@@ -27,6 +27,26 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{ .Values.secret.existingSecret | default (printf "%s-cluster" (include "banyan.name" .)) }}
 {{- end -}}
 
+{{- define "banyan.redisSecretName" -}}
+{{- if eq .Values.kvstore.redis.kind "external" -}}
+{{ .Values.kvstore.redis.existingSecret }}
+{{- else -}}
+{{ include "banyan.name" . }}-cache
+{{- end -}}
+{{- end -}}
+
+{{/* The pod's own volume for the disk tier: "ephemeral", "claim", or nothing. */}}
+{{- define "banyan.nvmeVolume" -}}
+{{- if and .Values.kvstore.nvme.gib (not .Values.kvstore.nvme.path) -}}
+{{ ternary "ephemeral" "claim" (ne false .Values.kvstore.nvme.ephemeral) }}
+{{- end -}}
+{{- end -}}
+
+{{/* What the tier may take, and the GiB it leaves free. */}}
+{{- define "banyan.nvmeSize" -}}
+{{ add (ceil .Values.kvstore.nvme.gib) 2 }}Gi
+{{- end -}}
+
 {{/* Restricted pod security: everything runs as an ordinary user on a read-only root. */}}
 {{- define "banyan.podSecurity" -}}
 runAsNonRoot: true
