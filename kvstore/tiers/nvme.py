@@ -179,10 +179,13 @@ class NvmeTier:
             self._stats.hits += 1
             self._stats.loaded_bytes += entry.segment.slot_bytes
             return Status.OK
-        self._supply.drop(entry)
-        if entry.hinted and reading.header and reading.header.seq > self._found.listed_seq:
-            self._stats.misses += 1  # overwritten after the snapshot that a crash left us
+        later = reading.header is not None and reading.header.seq > self._found.listed_seq
+        if not self._index.holds(entry) or (entry.hinted and later):
+            # Discarded while it was read, or overwritten after the snapshot a crash left us.
+            self._supply.drop(entry)
+            self._stats.misses += 1
             return Status.MISS
+        self._supply.drop(entry)
         self._stats.corrupt[reading.fault] += 1
         return Status.CORRUPT
 
@@ -359,9 +362,9 @@ class NvmeTier:
                 self._supply.space.pin(entry.segment, entry.slot)
             fault = self._fault(entry)
             checked += 1
-            if fault is not None:
-                corrupt[fault] += 1
-                with self._lock:
+            with self._lock:
+                if fault is not None and self._index.holds(entry):
+                    corrupt[fault] += 1
                     self._supply.drop(entry)
             self._supply.release(entry.segment, entry.slot)
         return checked, corrupt

@@ -423,6 +423,25 @@ def test_a_slot_being_read_is_not_reused(directory: Path, monkeypatch: pytest.Mo
     tier.check_integrity()
 
 
+def test_discarded_while_it_is_read_is_a_miss(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Discarding writes over the header on the disk; that is no damage."""
+    tier = open_tier(directory, folder=MemoryBlockFolder())
+    store(tier, [0, 8])
+    gate = Gate(monkeypatch, "readv")
+    loaded: list[Status] = []
+    reader = threading.Thread(target=lambda: loaded.extend(load(tier, [0, 8])))
+    reader.start()
+    assert gate.reached.wait(SOON)
+    tier.discard([block_name(0)])
+    gate.open.set()
+    reader.join()
+    assert loaded == [Status.MISS, Status.OK]
+    assert tier.stats().corrupt == Counter()
+    tier.check_integrity()
+
+
 @pytest.mark.parametrize("ending", ["clear", "close"])
 def test_what_is_being_written_is_not_found_and_not_lost_track_of(
     directory: Path, monkeypatch: pytest.MonkeyPatch, ending: str
