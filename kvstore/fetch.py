@@ -72,6 +72,7 @@ class Fetch:
         self.missing = [[0] * count for _ in rows]  # names of a block that are still to come
         self.began_s = time.monotonic()
         self.asking = False
+        self.asked_s = 0.0
         self.cancelled = False
         self.front = first  # blocks before it are computed: nobody wants them any more
 

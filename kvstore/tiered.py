@@ -175,7 +175,7 @@ class TieredStore:
         names = [name for group, at in absent for name in fetch.rows[group].names[at]]
         for group, at in absent:
             fetch.places[group][at] = Place.ASKED
-        fetch.asking = True
+        fetch.asking, fetch.asked_s = True, time.monotonic()
 
         def answered(_: list[BlockName], found: list[bool]) -> None:
             answers = iter(found)
@@ -264,7 +264,8 @@ class TieredStore:
             for level, count in counts.items():
                 total_s += self.lower[Level(level)].estimate_s(count, size)
         if asked:
-            total_s += self.lower[Level.SHARED].lookup_s
+            silent_s = time.monotonic() - fetch.asked_s
+            total_s += max(self.lower[Level.SHARED].lookup_s, silent_s)
         if time.monotonic() - fetch.began_s > FETCH_S_MAX:
             fetch.cancel()
         return len(coming) + asked, total_s

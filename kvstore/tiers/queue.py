@@ -120,7 +120,7 @@ class TierQueue:
         come for longer than expected is believed to be as slow as that looks."""
         with self._ready:
             expected_s = self._s_per_byte * block_bytes
-            if self._loading:
+            if self._loading or self._loads:
                 silent_s = time.monotonic() - self._progress_s
                 expected_s = max(expected_s, silent_s / max(1, self._loading))
         return blocks * expected_s

@@ -17,16 +17,24 @@ class DictTier:
         self.load_s = load_s  # of one block
         self.losing = losing
         self.loaded = 0
+        self.frozen = threading.Event()  # set: every call hangs until it is cleared
         self._random = random.Random(seed)
         self._lock = threading.Lock()
 
+    def _thaw(self) -> None:
+        while self.frozen.is_set():
+            time.sleep(0.005)
+
     def lookup(self, names: Sequence[BlockName], deadline_s: float) -> list[bool]:
+        if self.name != "disk":  # a disk tier's index is in memory
+            self._thaw()
         return [name in self.blocks for name in names]
 
     def load(
         self, names: Sequence[BlockName], into: Sequence[memoryview], deadline_s: float
     ) -> list[Status]:
         statuses = []
+        self._thaw()
         for name, view in zip(names, into, strict=True):
             time.sleep(self.load_s)
             found = self.blocks.get(name)
@@ -45,6 +53,7 @@ class DictTier:
         self, names: Sequence[BlockName], data: Sequence[memoryview], deadline_s: float
     ) -> list[Status]:
         statuses = []
+        self._thaw()
         for name, view in zip(names, data, strict=True):
             lost = self._random.random() < self.losing
             if not lost:

@@ -160,6 +160,25 @@ def test_a_slow_tier_is_computed_against() -> None:
     rig.close()
 
 
+def test_a_burst_is_computed_once_while_a_tier_is_asked() -> None:
+    """Nothing is known of the shared tier before it has answered: then a prompt that is being
+    computed is worth the wait, as it is without tiers."""
+
+    class Asked(DictTier):
+        def lookup(self, names, deadline_s):
+            time.sleep(0.2)
+            return super().lookup(names, deadline_s)
+
+    rig = TierRig(host=400, lower=[Asked("shared")])
+    rig.price(0.00001)
+    prompt = tokens(48)
+    rig.submit(*(request(f"r{i}", prompt, 4) for i in range(4)))
+    rig.run()
+    rig.assert_exact()
+    assert [rig.usage(f"r{i}").cached_tokens for i in range(4)] == [0, 47, 47, 47]
+    rig.close()
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_random_prompts_over_failing_tiers_are_exact(shape: str) -> None:
     """Shared prefixes, a device pool and a host tier far too small, tiers that lose a third."""
@@ -217,3 +236,70 @@ def test_what_the_tiers_hold_is_told() -> None:
     assert {key for op in below for key in op.keys if op.tier == 2} == held[2]
     assert len(held[2]) > 100 // BLOCK
     rig.close()
+
+
+@pytest.mark.parametrize("name", ["disk", "shared"])
+def test_a_frozen_tier_holds_nobody_up(name: str) -> None:
+    """Loads, stores and look-ups hang: every request ends, exact, in about the time that computing
+    takes (0.1 s for 64 tokens, as priced)."""
+    tier = DictTier(name)
+    rig = TierRig(host=400, lower=[tier])
+    prompt = tokens(64)
+    rig.submit(request("first", prompt, 4))
+    rig.run()
+    evict_all(rig)
+    assert rig.store.flush(5.0)
+    rig.host.clear()
+    rig.price(0.0016)
+    tier.frozen.set()
+    began = time.monotonic()
+    rig.submit(request("second", prompt, 4))
+    rig.run()
+    took_s = time.monotonic() - began
+    evict_all(rig)
+    rig.assert_exact()
+    assert took_s < 3.0
+    tier.frozen.clear()
+    rig.close()
+
+
+def cancel_rounds(rounds: int) -> None:
+    """Scenario 5: a cancel at any moment of a fetch; whatever is in flight lands nowhere else."""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    tier = DictTier("disk", load_s=0.0004)
+    rig = TierRig(host=400, lower=[tier], blocks=40)
+    rig.price()
+    prompts = [tokens(64, i) for i in range(4)]
+    for i, prompt in enumerate(prompts):
+        rig.submit(request(f"first{i}", prompt, 2))
+        rig.run()
+    evict_all(rig)
+    assert rig.store.flush(5.0)
+    for i in range(rounds):
+        rig.host.clear()
+        one, other = draw.sample(prompts, 2)
+        rig.submit(request(f"cancelled{i}", one, 4), request(f"kept{i}", other, 4))
+        for _ in range(draw.randrange(6)):
+            rig.step()
+            time.sleep(draw.random() * 0.003)
+        rig.cancel(f"cancelled{i}")
+        rig.run()
+        rig.assert_exact(f"kept{i}")
+        began = time.monotonic()
+        while not rig.reclaimable():
+            assert time.monotonic() - began < 5.0
+            time.sleep(0.001)
+        rig.emissions.clear()
+        rig.requests.clear()
+    rig.close()
+
+
+def test_cancels_with_loads_in_flight() -> None:
+    cancel_rounds(20)
+
+
+@pytest.mark.soak
+def test_cancels_with_loads_in_flight_1000_rounds() -> None:
+    cancel_rounds(1000)

@@ -104,12 +104,12 @@ class Promoter:
         return fetch is not None and self._ready_until(fetch, block, fetch.end) > block
 
     def held_tokens(self, sequence: Sequence, matched: int) -> int:
-        """How far the tiers continue the `matched` tokens."""
+        """How far the tiers continue the `matched` tokens, as far as they have said so."""
         fetch, size = sequence.fetch, self._memory.block_tokens
         if fetch is None:
             return matched
         block = matched // size
-        while block < fetch.end and fetch.place(0, block) is not Place.ABSENT:
+        while block < fetch.end and fetch.place(0, block) >= Place.COMING:
             block += 1
         return max(matched, block * size)
 
@@ -222,7 +222,7 @@ class Promoter:
         if coming == 0:  # ready, but no room for it, or its windows are not to be had
             return size if self._all_full else AT_ONCE
         compute_s = coming * size * self._times.prefill_s_per_token
-        meet = int(coming * load_s / (load_s + compute_s)) if load_s else 0
+        meet = round(coming * load_s / (load_s + compute_s)) if load_s else 0
         self.waited += meet == 0
         return meet * size
 
