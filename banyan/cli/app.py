@@ -217,10 +217,17 @@ def demo(
     json_file: Annotated[str, typer.Option("--json", help="Write the figures to this file.")] = "",
     users: Annotated[int, typer.Option(help="How many users talk at once.")] = 4,
     max_tokens: Annotated[int, typer.Option(help="Per answer.")] = 32,
+    tiers: Annotated[
+        bool, typer.Option("--tiers", help="A conversation back from host, disk and Redis.")
+    ] = False,
 ) -> None:
     """Two replicas, a real model, several users with one system prompt: what caching saves."""
     from banyan.demo import run as run_demo
+    from banyan.demo_tiers import run as run_tiers
 
+    if tiers:
+        run_tiers(json_file)
+        return
     run_demo(json_file, users=users, max_tokens=max_tokens)
 
 
