@@ -22,6 +22,7 @@ from worker.engine.timing import StepTimes
 from worker.models.base import Model
 
 AT_ONCE = 1 << 30
+GAIN_MIN = 0.2
 LOOK_AGAIN_S = 0.02  # at blocks that are waited for, if nothing came
 
 
@@ -204,7 +205,8 @@ class Promoter:
         """Tokens that should be computed now, after `bring`; 0 = those on their way come sooner.
 
         Computing j of R blocks from the front while the rest loads takes as long as the longer of
-        both; they meet at j = R * load / (load + compute).
+        both; they meet at j = R * load / (load + compute), and save that share of the loading.
+        Less than GAIN_MIN of it is not worth the steps it takes.
         """
         fetch, size = sequence.fetch, self._memory.block_tokens
         if fetch is None:
@@ -222,7 +224,8 @@ class Promoter:
         if coming == 0:  # ready, but no room for it, or its windows are not to be had
             return size if self._all_full else AT_ONCE
         compute_s = coming * size * self._times.prefill_s_per_token
-        meet = round(coming * load_s / (load_s + compute_s)) if load_s else 0
+        gain = load_s / (load_s + compute_s) if load_s else 0.0
+        meet = round(coming * gain) if gain >= GAIN_MIN else 0
         self.waited += meet == 0
         return meet * size
 
