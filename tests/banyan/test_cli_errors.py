@@ -70,7 +70,6 @@ def sentence(done: subprocess.CompletedProcess[str]) -> str:
         (["--redis", "@/no/such"], "error: The file that holds the shared cache's URL cannot be"),
         (["--redis", "embedded", "--ray-address", "h:1"], "error: --redis embedded serves this"),
         (["--cold-codec", "zip"], "error: --cold-codec: The cold codec must be none or fp8."),
-        (["--cold-codec", "fp8"], "error: --cold-codec: The cold codec fp8 is not built yet"),
         (["--cold-codec", "fp8", "--batch-invariant"], "not with batch-invariant serving."),
         (["--model", "owner/missing"], "error: owner/missing is neither a folder here nor"),
     ],

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from kvstore.tiered import TieredStore
+from kvstore.tiers.host import HostTier
+from kvstore.tiers.nvme import NvmeTier
+from kvstore.tiers.queue import TierQueue
 from seams.clock import SystemClock
 from seams.errors import Cancelled
 from worker.config import EngineConfig
@@ -24,6 +30,7 @@ class Told:
     tokens: dict[tuple[str, int], list[Token]] = field(default_factory=dict)
     usages: dict[str, RequestUsage] = field(default_factory=dict)
     seconds: float = 0.0
+    from_tiers: int = 0  # blocks
 
     @property
     def cached_tokens(self) -> int:
@@ -67,9 +74,33 @@ class Ways:
         given = {
             **{"running_max": self._running_max, "step_tokens_max": 4096, "cache": False},
             **{"poison_freed": True, "waiting_max": 1 << 20, "requests_max": 1 << 20},
-            **changes,
+            **{key: value for key, value in changes.items() if key != "tiers"},
         }
-        return EngineCore(model, EngineConfig(blocks=blocks, **given), SystemClock())
+        tiers = changes.pop("tiers", None)
+        store = None if tiers is None else tiers(model)
+        return EngineCore(model, EngineConfig(blocks=blocks, **given), SystemClock(), tiers=store)
+
+    def tiered(self, requests: Sequence[EngineRequest], blocks: int) -> Told:
+        """From a pool far too small, over host memory and a disk, which blocks come back from."""
+        stores: list[TieredStore] = []
+        with tempfile.TemporaryDirectory() as folder:
+
+            def tiers(model: Model) -> TieredStore:
+                spec = model.spec
+                sizes = {group.id: group.block_bytes for group in spec.groups}
+                disk = NvmeTier(
+                    Path(folder) / "disk", 1 << 30, spec.representation.id, sizes,
+                    free_space_floor_bytes=0,
+                )  # fmt: skip
+                host = HostTier(sizes, 6 * blocks * max(sizes.values()) // 5, prefault=False)
+                stores.append(TieredStore(host, [TierQueue(disk)]))
+                return stores[0]
+
+            core = self.core(blocks=blocks, cache=True, running_max=24, tiers=tiers)
+            told = self._timed(core, lambda core, told: self._run(core, requests, told))
+            told.from_tiers = sum(stores[0].loaded_blocks.values())
+            core.close()
+        return told
 
     def alone(self, requests: Sequence[EngineRequest]) -> Told:
         """One after the other, each prompt whole, nothing cached."""
@@ -111,8 +142,10 @@ class Ways:
     def _run(core: EngineCore, requests: Sequence[EngineRequest], told: Told) -> None:
         for one in requests:
             core.submit(one)
-        while core.has_work():
+        while core.has_work() or core.scheduler.can_step():
             step(core, told)
+            if not core.has_work():
+                time.sleep(0.0005)  # what is waited for comes from a tier
 
     @staticmethod
     def _timed(
@@ -149,6 +182,10 @@ def every_way(
         "cached, preempted": lambda: ways.together(
             growing, hopeful=True, blocks=small_pool, cache=True, running_max=40
         ),
+        "cached, tiered": lambda: ways.tiered(
+            [*requests, *(replace(one, request_id=one.request_id + "'") for one in requests)],
+            blocks=small_pool * 2,
+        ),
         "migrated": lambda: ways.migrated(single, **cached),
     }
 
@@ -165,8 +202,10 @@ def check(name: str, told: Told, right: Told) -> str:
         assert not wrong, f"{name}: {len(wrong)} of {len(part)} differ: {wrong[:5]}"
     assert (told.cached_tokens > 0) == ("uncached" not in name), name
     assert told.preemptions > 0 or "preempted" not in name
+    assert told.from_tiers > 0 or "tiered" not in name
     count = len({name for name, _ in told.tokens})
     return (
         f"{name}: {count} requests, 0 differences, {told.cached_tokens} tokens cached,"
-        f" {told.preemptions} preemptions, {told.seconds / count * 100:.1f} s per 100 requests"
+        f" {told.from_tiers} blocks from tiers, {told.preemptions} preemptions,"
+        f" {told.seconds / count * 100:.1f} s per 100 requests"
     )

@@ -58,7 +58,6 @@ def config(**fields: Any) -> ReplicaConfig:
         ({"redis": DEAD, "redis_ttl_s": 0}, "needs redis_ttl_s of at least 1."),
         ({"cache": False}, "and cache is off."),
         ({"cold_codec": "zip"}, "The cold codec must be none or fp8."),
-        ({"cold_codec": "fp8"}, "is not built yet"),
         ({"cold_codec": "fp8", "batch_invariant": True}, "not with batch-invariant serving."),
     ],
 )

@@ -159,6 +159,7 @@ class AdaptedModel(PooledModel):
             eos_token_ids=eos_token_ids,
             block_tokens=block_tokens,
             groups=groups,
+            layouts=self._layouts,
             representation=Representation(dtype=FLOATS[dtype]),
             numeric_class=numeric_class(self._device, dtype, attention),
         )

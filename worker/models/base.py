@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from kernels.layout import PageLayout
 from kvstore.groups import KVGroup, Representation
 from worker.engine.plan import StepPlan
 
@@ -33,6 +34,7 @@ class ModelSpec:
     representation: Representation
     numeric_class: str  # replicas of one class give the same tokens
     adapters: tuple[AdapterSpec, ...] = ()
+    layouts: tuple[PageLayout, ...] = ()  # of each group's blocks; none: bytes nobody may look into
 
 
 class Model(Protocol):

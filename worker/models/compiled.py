@@ -70,7 +70,8 @@ class CompiledModel(PooledModel):
         assert 0 < context_tokens <= config.context_tokens
         dtype = weights.embedding.dtype
         shape = decoder_shape(config, dtype, block_tokens)
-        groups = [group for group, _ in page_layouts(config, block_tokens, dtype)]
+        grouped = page_layouts(config, block_tokens, dtype)
+        groups = [group for group, _ in grouped]
         self._decoder = NativeDecoder(
             shape,
             _layers(config, weights, groups, context_tokens),
@@ -91,6 +92,7 @@ class CompiledModel(PooledModel):
             groups=tuple(groups),
             representation=Representation(dtype=shape.dtype, layout=PAGE_LAYOUT),
             numeric_class=f"cpu-{self._decoder.isa}-banyan{NUMERICS}-invariant-{shape.dtype}",
+            layouts=tuple(layout for _, layout in grouped),
         )
 
     def allocate(self, blocks: tuple[int, ...]) -> None:

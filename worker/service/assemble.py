@@ -53,7 +53,7 @@ def load_parts(config: ReplicaConfig) -> ReplicaParts:
     from worker.engine.core import EngineCore
     from worker.engine.thread import ThreadEngine
     from worker.models.load import load_model, plan_blocks
-    from worker.service.tiers import open_tiers
+    from worker.service.tiers import open_tiers, served_spec
 
     torch.set_num_threads(thread_count(config.threads))
     model = load_model(config, LoadProgress(config.progress_file))
@@ -76,7 +76,8 @@ def load_parts(config: ReplicaConfig) -> ReplicaParts:
         if tiers is not None:
             tiers.close()
         raise
-    return ReplicaParts(engine, model.spec, blocks, text_files, clock, tiers)
+    spec = served_spec(config, model.spec)
+    return ReplicaParts(engine, spec, blocks, text_files, clock, tiers)
 
 
 def _host_pool_bytes(config: ReplicaConfig, spec: ModelSpec, blocks: tuple[int, ...]) -> int:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from banyan.v1 import common_pb2, internal_pb2
+from kernels.cold import ColdCodec, Fp8Cold
 from kvstore.fetch import LEVELS
 from kvstore.tiered import TieredStore
 from kvstore.tiers.base import BlockName, TierStats
@@ -49,6 +51,8 @@ def open_tiers(
     """
     if not (config.host_gib or config.nvme or config.redis):
         return None
+    codecs = cold_codecs(config, spec)
+    spec = _written(spec, codecs)
     sizes = {group.id: group.block_bytes for group in spec.groups}
     host_bytes = int((config.host_gib or STAGING_GIB) * GIB)
     _check_memory(host_bytes, reserved_bytes, spec)
@@ -58,11 +62,41 @@ def open_tiers(
         lower += _shared(config, spec)
         if not (lower or config.host_gib):
             return None
-        return TieredStore(_host(sizes, host_bytes, write_back=bool(lower)), lower)
+        return TieredStore(_host(sizes, host_bytes, write_back=bool(lower)), lower, codecs)
     except BaseException:
         for queue in lower:
             queue.close()
         raise
+
+
+def cold_codecs(config: ReplicaConfig, spec: ModelSpec) -> dict[int, ColdCodec]:
+    """By KV group; none without --cold-codec. Raises LaunchError for a model whose blocks nobody
+    may look into."""
+    if config.cold_codec == "none":
+        return {}
+    if not spec.layouts:
+        raise LaunchError(f"The cold codec {config.cold_codec} cannot read this model's blocks.")
+    return {
+        group.id: Fp8Cold(layout) for group, layout in zip(spec.groups, spec.layouts, strict=True)
+    }
+
+
+def _written(spec: ModelSpec, codecs: Mapping[int, ColdCodec]) -> ModelSpec:
+    """The model as the tiers see it: its blocks as they are written there."""
+    if not codecs:
+        return spec
+    groups = tuple(replace(g, block_bytes=codecs[g.id].encoded_bytes) for g in spec.groups)
+    codec = next(iter(codecs.values())).name
+    return replace(spec, groups=groups, representation=replace(spec.representation, codec=codec))
+
+
+def served_spec(config: ReplicaConfig, spec: ModelSpec) -> ModelSpec:
+    """The model as routers are told of it: with a cold codec what a block says depends on where it
+    has been, so nothing is invariant any more."""
+    if config.cold_codec == "none":
+        return spec
+    named = spec.numeric_class.replace("-invariant-", "-variant-")
+    return replace(spec, numeric_class=f"{named}-cold-{config.cold_codec}")
 
 
 def _check_memory(host_bytes: int, reserved_bytes: int, spec: ModelSpec) -> None:

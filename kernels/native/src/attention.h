@@ -84,16 +84,24 @@ inline void score_rows(const E* query, const E* keys, int key_stride, int dim, f
   for (int r = 0; r < ROWS; r++) store(scores + r * CHUNK, acc[r]);
 }
 
+constexpr int WEIGH_ROWS = 4;  // x 4 registers of columns
+
+// The sums stay in registers over all of a chunk's subpages; absent ones are passed over.
 template <class E, int ROWS, int COLUMNS>
-inline void weigh_rows(const E* weights, const E* values, int dim, float* out) {
+inline void weigh_rows(const E* weights, const E* const* values, int subpages, int dim, int column,
+                       float* out) {
   constexpr int STEP = Num<E>::STEP;
   v16 acc[ROWS][COLUMNS];
   for (int r = 0; r < ROWS; r++)
     for (int c = 0; c < COLUMNS; c++) acc[r][c] = load(out + r * dim + c * 16);
-  for (int t = 0; t < SUBPAGE; t += STEP) {
-    for (int c = 0; c < COLUMNS; c++) {
-      const auto wide = Num<E>::wide(values + ((size_t)(t / STEP) * dim + c * 16) * STEP);
-      for (int r = 0; r < ROWS; r++) acc[r][c] = Num<E>::mac(acc[r][c], wide, weights + r * CHUNK + t);
+  for (int j = 0; j < subpages; j++, weights += SUBPAGE) {
+    if (values[j] == nullptr) continue;
+    const E* from = values[j] + (size_t)column * STEP;
+    for (int t = 0; t < SUBPAGE; t += STEP, from += (size_t)dim * STEP) {
+      for (int c = 0; c < COLUMNS; c++) {
+        const auto wide = Num<E>::wide(from + c * 16 * STEP);
+        for (int r = 0; r < ROWS; r++) acc[r][c] = Num<E>::mac(acc[r][c], wide, weights + r * CHUNK + t);
+      }
     }
   }
   for (int r = 0; r < ROWS; r++)
@@ -108,20 +116,18 @@ inline void score_sized(int rows, const E* query, const E* keys, int stride, int
     score_sized<E, ROWS - 1>(rows, query, keys, stride, dim, scores);
 }
 
-constexpr int WEIGH_ROWS = 4;  // x 4 registers of columns
-
 template <class E, int ROWS>
-inline void weigh_sized(int rows, const E* weights, const E* values, int dim, int column, float* out) {
+inline void weigh_sized(int rows, const E* weights, const E* const* values, int subpages, int dim,
+                        int column, float* out) {
   if (rows == ROWS) {
-    const E* from = values + (size_t)column * Num<E>::STEP;
     if (column + 64 <= dim) {
-      weigh_rows<E, ROWS, 4>(weights, from, dim, out + column);
+      weigh_rows<E, ROWS, 4>(weights, values, subpages, dim, column, out + column);
     } else {
-      for (; column < dim; column += 16, from += 16 * Num<E>::STEP)
-        weigh_rows<E, ROWS, 1>(weights, from, dim, out + column);
+      for (; column < dim; column += 16)
+        weigh_rows<E, ROWS, 1>(weights, values, subpages, dim, column, out + column);
     }
   } else if constexpr (ROWS > 1) {
-    weigh_sized<E, ROWS - 1>(rows, weights, values, dim, column, out);
+    weigh_sized<E, ROWS - 1>(rows, weights, values, subpages, dim, column, out);
   }
 }
 
@@ -145,9 +151,7 @@ inline void weigh_chunk(AttentionScratch<E>& s, int first, int rows, int dim, co
   for (int column = 0; column < dim; column += 64)
     for (int r = first; r < first + rows; r += WEIGH_ROWS) {
       const int count = first + rows - r < WEIGH_ROWS ? first + rows - r : WEIGH_ROWS;
-      for (int j = 0; j < subpages; j++)
-        if (values[j] != nullptr)
-          weigh_sized<E, WEIGH_ROWS>(count, &s.weights[r][j * SUBPAGE], values[j], dim, column, &s.out[r * dim]);
+      weigh_sized<E, WEIGH_ROWS>(count, s.weights[r], values, subpages, dim, column, &s.out[r * dim]);
     }
 }
 

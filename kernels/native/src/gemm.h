@@ -45,19 +45,32 @@ void unpack_row(const E* packed, int output, int inner, float* row) {
     row[k] = Num<E>::one(from + (k / STEP * PANEL + lane) * STEP + k % STEP);
 }
 
+// What a tile prefetches while it computes. Alone (few rows), it streams its panels from memory: each
+// AHEAD bytes on, and behind its end where the panel begins that is read in its place next. One of
+// several tiles of a panel that is in the cache by now brings its share of the next panel.
+struct Stream {
+  const char* next;  // nullptr: alone
+  size_t per_step;   // bytes of it per step of the inner dimension
+};
+
 // ROWS x PANELS panels at once, in registers.
 template <class E, int ROWS, int PANELS, class Emit>
-inline void tile(const E* a, ptrdiff_t stride, int row, const E* w, int depth, int panel, Emit& emit) {
+inline void tile(const E* a, ptrdiff_t stride, int row, const E* w, int depth, int panel, Stream stream,
+                 Emit& emit) {
   constexpr int STEP = Num<E>::STEP;
   const size_t panel_size = (size_t)PANEL * depth;
   const E* weights = w + panel * panel_size;
+  const size_t panel_bytes = panel_size * sizeof(E);
+  const int knee = depth - AHEAD / (int)(PANEL * sizeof(E));
   v16 acc[ROWS][2 * PANELS] = {};
   const E* rows = a + row * stride;
   for (int k = 0; k < depth; k += STEP) {
+    const size_t ahead = AHEAD + (k < knee ? 0 : (PANELS - 1) * panel_bytes);
+    if (stream.next != nullptr) __builtin_prefetch(stream.next + k / STEP * stream.per_step, 0, 2);
     for (int p = 0; p < PANELS; p++) {
       const E* at = weights + p * panel_size + (size_t)k * PANEL;
       for (int c = 0; c < 2; c++) {
-        __builtin_prefetch((const char*)(at + c * 16 * STEP) + AHEAD);
+        if (stream.next == nullptr) __builtin_prefetch((const char*)(at + c * 16 * STEP) + ahead);
         const auto wide = Num<E>::wide(at + c * 16 * STEP);
         for (int r = 0; r < ROWS; r++)
           acc[r][2 * p + c] = Num<E>::mac(acc[r][2 * p + c], wide, rows + r * stride + k);
@@ -79,22 +92,22 @@ constexpr int panels_beside(int rows) { return rows <= 3 ? (ROWS_MAX == 12 ? 4 :
 
 template <class E, int ROWS, class Emit>
 inline void row_tile(const E* a, ptrdiff_t stride, int row, const E* w, int depth, int first, int last,
-                     Emit& emit) {
+                     Stream stream, Emit& emit) {
   constexpr int BESIDE = panels_beside(ROWS);
   int panel = first;
   for (; panel + BESIDE <= last; panel += BESIDE)
-    tile<E, ROWS, BESIDE>(a, stride, row, w, depth, panel, emit);
+    tile<E, ROWS, BESIDE>(a, stride, row, w, depth, panel, stream, emit);
   if constexpr (BESIDE > 1)
-    for (; panel < last; panel++) tile<E, ROWS, 1>(a, stride, row, w, depth, panel, emit);
+    for (; panel < last; panel++) tile<E, ROWS, 1>(a, stride, row, w, depth, panel, stream, emit);
 }
 
 template <class E, int ROWS, class Emit>
 inline void sized_tile(int rows, const E* a, ptrdiff_t stride, int row, const E* w, int depth, int first,
-                       int last, Emit& emit) {
+                       int last, Stream stream, Emit& emit) {
   if (rows == ROWS)
-    row_tile<E, ROWS>(a, stride, row, w, depth, first, last, emit);
+    row_tile<E, ROWS>(a, stride, row, w, depth, first, last, stream, emit);
   else if constexpr (ROWS > 1)
-    sized_tile<E, ROWS - 1>(rows, a, stride, row, w, depth, first, last, emit);
+    sized_tile<E, ROWS - 1>(rows, a, stride, row, w, depth, first, last, stream, emit);
 }
 
 // Panels [first, last) of a [rows, depth] (its rows `stride` apart) times w; emit(row, panel, lo, hi)
@@ -111,13 +124,17 @@ void gemm(const E* a, ptrdiff_t stride, int rows, const E* w, int depth, int fir
   if (tiles == 0) return;
   const int each = (rows + tiles - 1) / tiles;
   if (tiles == 1) {
-    sized_tile<E, ROWS_MAX>(rows, a, stride, 0, w, depth, first, last, emit);
+    sized_tile<E, ROWS_MAX>(rows, a, stride, 0, w, depth, first, last, {nullptr, 0}, emit);
     return;
   }
-  for (int panel = first; panel < last; panel++)  // one panel stays in the L1/L2 cache for all rows
-    for (int row = 0; row < rows; row += each)
+  const size_t panel_bytes = sizeof(E) * PANEL * depth;
+  const size_t per_step = (PANEL * Num<E>::STEP * sizeof(E) + tiles - 1) / tiles;
+  for (int panel = first; panel < last; panel++) {  // one panel stays in the L1/L2 cache for all rows
+    const char* next = (const char*)w + (panel + 1) * panel_bytes;
+    for (int row = 0, i = 0; row < rows; row += each, i++)
       sized_tile<E, ROWS_MAX>(rows - row < each ? rows - row : each, a, stride, row, w, depth, panel,
-                              panel + 1, emit);
+                              panel + 1, {next + i * (panel_bytes / tiles), per_step}, emit);
+  }
 }
 
 }  // namespace banyan
