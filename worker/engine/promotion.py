@@ -263,8 +263,8 @@ class Promoter:
         self._store.wake = wake
 
     def close(self, flush_s: float) -> None:
-        """What is cached and not in use goes down; the tiers are closed."""
-        if flush_s > 0 and self._memory.cache is not None:
+        """What is cached goes down where something outlives us; the tiers are closed."""
+        if flush_s > 0 and self._store.lower and self._memory.cache is not None:
             self._memory.cache.clear()
         self._store.close(flush_s)
 
