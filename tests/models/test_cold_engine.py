@@ -1,0 +1,69 @@
+"""FP8 below the device: what comes back is close, half as large, and never taken for exact."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from random_decoders import compiled, config_of, random_weights, token_ids
+
+from seams.clock import SystemClock
+from seams.errors import LaunchError
+from worker.config import EngineConfig, ReplicaConfig
+from worker.engine.core import EngineCore
+from worker.engine.messages import EngineRequest
+from worker.engine.sampling import SamplingParams
+from worker.models.fake import fake_model
+from worker.service.tiers import open_tiers, served_spec
+
+
+def replica(folder: Path, codec: str) -> ReplicaConfig:
+    return ReplicaConfig(
+        "r", "m", "m", (), "", host_gib=0.05, nvme=str(folder), nvme_gib=0.2, cold_codec=codec
+    )
+
+
+def ask(core: EngineCore, name: str, prompt: tuple[int, ...]) -> tuple[float, int]:
+    """Logprob of the first token, and cached tokens."""
+    params = SamplingParams(0, 1, ignore_eos=True, logprobs=1)
+    core.submit(EngineRequest(name, prompt, len(prompt), params))
+    while True:
+        output = core.step()
+        for emission in output.emissions if output else ():
+            if emission.last:
+                assert emission.usage is not None and emission.error is None
+                return emission.logprobs[0].chosen[1], emission.usage.cached_tokens
+
+
+@pytest.mark.parametrize("codec", ["none", "fp8"])
+def test_a_prefix_comes_back_through_the_codec(tmp_path: Path, codec: str) -> None:
+    config = config_of("llama")
+    model = compiled(config, random_weights(config, torch.bfloat16))
+    store = open_tiers(replica(tmp_path, codec), model.spec)
+    assert store is not None
+    core = EngineCore(model, EngineConfig((64,)), SystemClock(), tiers=store)
+    core.scheduler._times.prefill_s_per_token = 0.0
+    prompt = token_ids(200, config.vocab_tokens, seed=1)
+    before, _ = ask(core, "first", prompt)
+    core.memory.cache.clear()
+    after, cached = ask(core, "second", prompt)
+    assert cached == 192
+    group = model.spec.groups[0]
+    held = store.stats()[1]
+    expected = {"none": group.block_bytes, "fp8": group.block_bytes // 2}[codec]
+    assert held.loaded_bytes / held.hits == pytest.approx(expected, rel=0.02)
+    assert (after == before) == (codec == "none")
+    assert after == pytest.approx(before, abs=0.05)
+    core.close()
+
+
+def test_a_lossy_codec_is_not_invariant(tmp_path: Path) -> None:
+    config = config_of("llama")
+    spec = compiled(config, random_weights(config, torch.bfloat16)).spec
+    assert served_spec(replica(tmp_path, "none"), spec) == spec
+    told = served_spec(replica(tmp_path, "fp8"), spec).numeric_class
+    assert "-variant-" in told and told.endswith("-cold-fp8")
+
+
+def test_blocks_nobody_may_look_into_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError):
+        open_tiers(replica(tmp_path, "fp8"), fake_model("full", context_tokens=64).spec)
