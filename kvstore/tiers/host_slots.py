@@ -368,6 +368,8 @@ class SlotTable:
     def _steal(self, slab: _Slab, coldest: Slot | None) -> bool:
         """Give `slab` a chunk of another size, if that one's coldest block is much older than its
         `coldest`, or there is none. Children of what lies in that chunk may lose their parent."""
+        if len(self._slabs) == 1:
+            return False
         others = [self._coldest(other) for other in self._slabs.values() if other is not slab]
         victim = min((s for s in others if s is not None), key=lambda s: s.stamp, default=None)
         if victim is None:
