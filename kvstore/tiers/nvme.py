@@ -2,7 +2,8 @@
 
 It knows records and slots; no model, no request, no other tier. Nothing is synced per block: a
 record is believed only after every field and checksum of it was compared, so a torn, stale or
-misplaced one is a miss. One disk operation per block, no lock held over any.
+misplaced one is a miss. Blocks of a call that lie side by side share one disk operation; no lock is
+held over any. The calls themselves are in nvme_store.py and nvme_load.py.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from pathlib import Path
 
 from kvstore.tiers import nvme_start
 from kvstore.tiers.base import BlockName, Status, TierStats
-from kvstore.tiers.disk_health import DiskHealth, is_refusal
 from kvstore.tiers.nvme_index import Entry, record_id
+from kvstore.tiers.nvme_load import LoadCall
+from kvstore.tiers.nvme_state import DiskState
+from kvstore.tiers.nvme_store import StoreCall
 from kvstore.tiers.segments import (
-    Segment,
     SegmentSpace,
     segment_cost_bytes,
     slot_bytes_for,
 )
-from kvstore.tiers.slot_io import Reading, SlotIO
+from kvstore.tiers.slot_io import SlotIO
 from kvstore.tiers.slot_supply import SlotSupply
 from seams.blockfolder import BlockFolder, FileBlockFolder
 from seams.clock import Clock, SystemClock
@@ -81,23 +83,22 @@ class NvmeTier:
         self._capacity_bytes = capacity_bytes
         self._representation = representation
         self._sizes = dict(sizes)
-        self._slot_bytes = {group: slot_bytes_for(size) for group, size in sizes.items()}
         budget_bytes = capacity_bytes - nvme_start.reserve_bytes(capacity_bytes, sizes)
-        if budget_bytes < segment_cost_bytes(1, max(self._slot_bytes.values())):
+        if budget_bytes < segment_cost_bytes(1, slot_bytes_for(max(sizes.values()))):
             raise LaunchError("The disk tier's capacity is too small for one block.")
         self._folder: BlockFolder = folder or open_folder(directory)
-        space = SegmentSpace(budget_bytes, self._slot_bytes.values())
+        space = SegmentSpace(budget_bytes, map(slot_bytes_for, sizes.values()))
         self._supply = SlotSupply(self._folder, space, self._clock, free_space_floor_bytes)
         self._floor_bytes = free_space_floor_bytes
         self._snapshot_bytes_max = nvme_start.snapshot_bytes_max(capacity_bytes, sizes)
         self._io = SlotIO(representation, max(sizes.values()), self._folder.memory_alignment)
+        slot_bytes = {group: slot_bytes_for(size) for group, size in sizes.items()}
+        self._disk = DiskState(self._supply, self._io, self._clock, self._sizes, slot_bytes)
         self._lock = self._supply.lock
         self._index = self._supply.index
-        self._health = DiskHealth()
-        self._stats = TierStats()
-        self._closed = False
         self._start()
-        self._seq, self._saved_seq = self._found.last_seq, self._found.last_seq
+        self._disk.seq = self._saved_seq = self._found.last_seq
+        self._disk.listed_seq = self._found.listed_seq
         self._saved_at = self._clock.now()
         self._ended = threading.Event()
         self._tending = threading.Thread(target=self._tend_on, name="disk-tier", daemon=True)
@@ -127,150 +128,43 @@ class NvmeTier:
 
     def lookup(self, names: Sequence[BlockName], deadline_s: float) -> list[bool]:
         with self._lock:
-            there = not self._closed
+            there = not self._disk.closed
             return [there and self._index.get(record_id(name)) is not None for name in names]
 
     def load(
         self, names: Sequence[BlockName], into: Sequence[memoryview], deadline_s: float
     ) -> list[Status]:
         began = self._clock.now()
-        until = began + deadline_s
-        statuses = [self._load(name, view, until) for name, view in zip(names, into, strict=True)]
+        statuses = LoadCall(self._disk, names, into, began + deadline_s).run()
         with self._lock:
-            self._stats.load_s += self._clock.now() - began
+            self._disk.stats.load_s += self._clock.now() - began
         return statuses
-
-    def _load(self, name: BlockName, into: memoryview, until: float) -> Status:
-        with self._lock:
-            entry = None if self._closed else self._index.get(record_id(name))
-            if entry is None:
-                self._stats.misses += 1
-                return Status.MISS
-            now = self._clock.now()
-            if now >= until or not self._health.may_read(now):
-                self._stats.failed += 1
-                return Status.LATE if now >= until else Status.FAILED
-            assert into.nbytes == self._sizes[name.group], "not as long as was stored"
-            self._index.touch(entry)
-            self._supply.space.pin(entry.segment, entry.slot)
-        try:
-            reading = self._read(entry, name, into.cast("B"))
-            with self._lock:
-                return self._loaded(entry, reading)
-        finally:
-            self._supply.release(entry.segment, entry.slot)
-
-    def _read(self, entry: Entry, name: BlockName, into: memoryview) -> Reading | OSError:
-        try:
-            offset = entry.segment.offset(entry.slot)
-            return self._io.read(entry.segment.device, offset, name, into)
-        except OSError as error:
-            return error
-
-    def _loaded(self, entry: Entry, reading: Reading | OSError) -> Status:
-        """What a read means for its record; with the lock held."""
-        if isinstance(reading, OSError):
-            self._health.failed(reading, self._clock.now())
-            self._supply.drop(entry)
-            self._stats.failed += 1
-            return Status.FAILED
-        self._health.read()
-        if reading.fault is None:
-            self._stats.hits += 1
-            self._stats.loaded_bytes += entry.segment.slot_bytes
-            return Status.OK
-        later = reading.header is not None and reading.header.seq > self._found.listed_seq
-        if not self._index.holds(entry) or (entry.hinted and later):
-            # Discarded while it was read, or overwritten after the snapshot a crash left us.
-            self._supply.drop(entry)
-            self._stats.misses += 1
-            return Status.MISS
-        self._supply.drop(entry)
-        self._stats.corrupt[reading.fault] += 1
-        return Status.CORRUPT
 
     def store(
         self, names: Sequence[BlockName], data: Sequence[memoryview], deadline_s: float
     ) -> list[Status]:
         began = self._clock.now()
-        until = began + deadline_s
-        statuses, missing = list[Status](), set[bytes]()
-        for name, view in zip(names, data, strict=True):
-            identity = record_id(name)
-            orphaned = name.parent + identity[16:] in missing  # of no use without its parent
-            status = Status.DROPPED if orphaned else self._store(name, view, until)
-            if status is not Status.OK:
-                missing.add(identity)
-            statuses.append(status)
+        statuses = StoreCall(self._disk, names, data, began + deadline_s).run()
         with self._lock:
-            self._stats.store_s += self._clock.now() - began
-            self._stats.dropped += statuses.count(Status.DROPPED)
-            self._stats.failed += statuses.count(Status.FAILED) + statuses.count(Status.LATE)
+            stats = self._disk.stats
+            stats.store_s += self._clock.now() - began
+            stats.dropped += statuses.count(Status.DROPPED)
+            stats.failed += statuses.count(Status.FAILED) + statuses.count(Status.LATE)
         return statuses
-
-    def _store(self, name: BlockName, data: memoryview, until: float) -> Status:
-        assert data.nbytes == self._sizes[name.group], "not this group's size"
-        identity = record_id(name)
-        with self._lock:
-            if self._closed:
-                return Status.DROPPED
-            now = self._clock.now()
-            if now >= until:
-                return Status.LATE
-            entry = self._index.get(identity)
-            if entry is not None:
-                self._index.touch(entry)
-                return Status.OK
-            if not self._health.may_write(now):
-                return Status.DROPPED
-        parent_id = name.parent + identity[16:]
-        place = self._supply.take(self._slot_bytes[name.group], parent_id, until)
-        if place is None:
-            return Status.DROPPED
-        try:
-            return self._write(name, data, *place)
-        finally:
-            self._supply.release(*place)
-
-    def _write(self, name: BlockName, data: memoryview, segment: Segment, slot: int) -> Status:
-        """Fill a slot that nobody can find, then let it be found."""
-        with self._lock:
-            self._seq += 1
-            seq = self._seq
-        try:
-            self._io.write(segment.device, segment.offset(slot), name, data.cast("B"), seq)
-        except OSError as error:
-            with self._lock:
-                self._health.failed(error, self._clock.now())
-                self._supply.space.give_up(segment, slot)
-            return Status.DROPPED if is_refusal(error) else Status.FAILED
-        identity = record_id(name)
-        with self._lock:
-            self._health.wrote()
-            if self._closed or segment.retired:
-                self._supply.space.give_up(segment, slot)
-                return Status.DROPPED
-            if self._index.get(identity) is not None:  # another thread was faster
-                self._supply.space.give_up(segment, slot)
-                return Status.OK
-            self._index.insert(Entry(name, segment, slot, seq))
-            self._stats.stored += 1
-            self._stats.stored_bytes += segment.slot_bytes
-        return Status.OK
 
     def discard(self, names: Sequence[BlockName]) -> None:
         for name in names:
             with self._lock:
-                entry = None if self._closed else self._index.get(record_id(name))
+                entry = None if self._disk.closed else self._index.get(record_id(name))
                 if entry is None:
                     continue
                 self._supply.space.pin(entry.segment, entry.slot)
                 self._supply.drop(entry)
-                erases = self._health.state == "ok"
+                erases = self._disk.health.state == "ok"
             if erases:
                 with suppress(OSError):  # at worst a later start finds it again
                     self._io.erase(entry.segment.device, entry.segment.offset(entry.slot))
-            self._supply.release(entry.segment, entry.slot)
+            self._supply.release([(entry.segment, entry.slot)])
 
     def names(self) -> list[BlockName]:
         with self._lock:
@@ -278,7 +172,7 @@ class NvmeTier:
 
     def clear(self) -> None:
         with self._lock:
-            if self._closed:
+            if self._disk.closed:
                 return
             segments = list(self._supply.space.segments.values())
             evicted = self._supply.evicted
@@ -293,24 +187,24 @@ class NvmeTier:
 
     def stats(self) -> TierStats:
         with self._lock:
-            state = self._health.state
+            state = self._disk.health.state
             if state == "ok" and not self._supply.space.segments:
                 state = self._supply.growth.state
             return replace(
-                self._stats,
+                self._disk.stats,
                 blocks=len(self._index),
                 bytes=self._index.bytes,
                 bytes_max=self._capacity_bytes,
                 state=state,
                 evicted=self._supply.evicted,
-                corrupt=Counter(self._stats.corrupt),
+                corrupt=Counter(self._disk.stats.corrupt),
             )
 
     def close(self) -> None:
         with self._lock:
-            if self._closed:
+            if self._disk.closed:
                 return
-            self._closed = True
+            self._disk.closed = True
         self._ended.set()
         if self._tending.is_alive():
             self._tending.join(CLOSE_S)
@@ -357,7 +251,7 @@ class NvmeTier:
             entries = self._index.entries()
         for entry in entries:
             with self._lock:
-                if self._closed or not self._index.holds(entry):
+                if self._disk.closed or not self._index.holds(entry):
                     continue
                 self._supply.space.pin(entry.segment, entry.slot)
             fault = self._fault(entry)
@@ -366,7 +260,7 @@ class NvmeTier:
                 if fault is not None and self._index.holds(entry):
                     corrupt[fault] += 1
                     self._supply.drop(entry)
-            self._supply.release(entry.segment, entry.slot)
+            self._supply.release([(entry.segment, entry.slot)])
         return checked, corrupt
 
     def _fault(self, entry: Entry) -> str | None:
@@ -392,7 +286,7 @@ class NvmeTier:
         return True
 
     def _save(self, *, closed: bool) -> None:
-        self._saved_at, seq = self._clock.now(), self._seq
+        self._saved_at, seq = self._clock.now(), self._disk.seq
         nvme_start.save(
             self._folder, self._supply, self._representation, seq, closed=closed,
             bytes_max=self._snapshot_bytes_max, floor_bytes=self._floor_bytes,
@@ -403,7 +297,7 @@ class NvmeTier:
         """Do what is due: give room back that others need, write a snapshot."""
         self._supply.hold_floor()
         due = self._clock.now() - self._saved_at >= SNAPSHOT_S
-        if due and self._saved_seq != self._seq:
+        if due and self._saved_seq != self._disk.seq:
             self.snapshot()
 
     def _tend_on(self) -> None:

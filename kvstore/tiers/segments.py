@@ -15,6 +15,7 @@ SEGMENT_BYTES_MAX = 256 << 20
 SEGMENTS_MAX = 512
 """About as many files as one tier keeps open: above 128 GiB the segments get longer instead."""
 _SLOTS_PER_MAP_PAGE = 128
+_FREE_WINDOW = 8  # so many times the wanted slots are looked at for neighbours
 _NAME = re.compile(r"segment-(\d{6,9})-(\d{4,10})")
 
 assert HEADER_BYTES == PAGE_BYTES
@@ -84,6 +85,45 @@ class Segment:
         return slot * self.slot_bytes
 
 
+Place = tuple[Segment, int]
+"""A slot."""
+
+
+def _order(place: Place) -> tuple[int, int]:
+    return place[0].number, place[1]
+
+
+def _neighbours(places: list[Place]) -> list[list[Place]]:
+    """Ascending places, cut where the next is not the neighbour of the one before."""
+    cut: list[list[Place]] = []
+    for segment, slot in places:
+        if cut and cut[-1][-1] == (segment, slot - 1):
+            cut[-1].append((segment, slot))
+        else:
+            cut.append([(segment, slot)])
+    return cut
+
+
+def _side_by_side(free: list[Place], count: int) -> list[Place]:
+    """Take up to `count` places off `free`, ascending, in as few pieces as its end allows."""
+    last = sorted(free[-count:], key=_order)
+    if len(free) <= count or len(_neighbours(last)) == 1:
+        del free[-count:]
+        return last
+    window = sorted(free[-_FREE_WINDOW * count :], key=_order)
+    del free[-len(window) :]
+    pieces, taken = sorted(_neighbours(window), key=len), list[Place]()
+    while len(taken) < count:
+        missing = count - len(taken)
+        at = next((i for i, piece in enumerate(pieces) if len(piece) >= missing), -1)
+        piece = pieces.pop(at)  # the shortest that is enough, else the longest
+        taken += piece[:missing]
+        if piece[missing:]:
+            pieces.append(piece[missing:])
+    free += sorted((place for piece in pieces for place in piece), key=_order, reverse=True)
+    return sorted(taken, key=_order)
+
+
 class Plan(NamedTuple):
     """A segment to be made, its cost already taken from the budget."""
 
@@ -109,7 +149,7 @@ class SegmentSpace:
         self.budget_bytes = budget_bytes
         self.committed_bytes = 0  # of segments made, being made, and retired but still open
         self.segments: dict[int, Segment] = {}
-        self._free: dict[int, list[tuple[Segment, int]]] = {size: [] for size in slot_sizes}
+        self._free: dict[int, list[Place]] = {size: [] for size in slot_sizes}
         self._next_number = 0
 
     @property
@@ -161,15 +201,14 @@ class SegmentSpace:
         free += [(segment, slot) for slot in reversed(range(segment.slots)) if slot not in used]
         segment.used = len(used)
 
-    def take(self, slot_bytes: int) -> tuple[Segment, int] | None:
-        """A free slot, pinned for its writer."""
-        free = self._free[slot_bytes]
-        if not free:
-            return None
-        segment, slot = free.pop()
-        segment.used += 1
-        self.pin(segment, slot)
-        return segment, slot
+    def take(self, slot_bytes: int, count: int) -> list[Place]:
+        """Up to `count` free slots, pinned for their writer: side by side where there are such
+        among those that became free last, and ascending."""
+        places = _side_by_side(self._free[slot_bytes], count)
+        for segment, slot in places:
+            segment.used += 1
+            self.pin(segment, slot)
+        return places
 
     def pin(self, segment: Segment, slot: int) -> None:
         """Keep a slot from being reused, and its file from being closed, until `unpin`."""

@@ -1,4 +1,4 @@
-"""One record to or from one slot: one disk operation and every check. It knows no index.
+"""Records to or from slots side by side: one disk operation and every check. It knows no index.
 
 The payload goes straight between the caller's memory and the disk where its address and length
 allow it, else by way of an aligned buffer that each thread has.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from kvstore import record
 from kvstore.record import HEADER_BYTES
 from kvstore.tiers.base import BlockName
+from kvstore.tiers.slot_runs import RUN_BLOCKS_MAX
 from seams.blockdevice import PAGE_BYTES, BlockDevice
 
 _NO_BYTES = bytes(PAGE_BYTES)
@@ -26,6 +28,24 @@ class Reading(NamedTuple):
 
     header: record.Header | None
     fault: str | None
+
+
+class Record(NamedTuple):
+    """What is to be written."""
+
+    name: BlockName
+    payload: memoryview  # of bytes
+    seq: int
+
+
+class _Buffers(threading.local):
+    """Page-aligned memory of one thread: a whole slot, and the header pages of a run."""
+
+    def __init__(self, slot_bytes: int) -> None:
+        self.slot = memoryview(mmap.mmap(-1, slot_bytes))
+        pages = memoryview(mmap.mmap(-1, RUN_BLOCKS_MAX * HEADER_BYTES))
+        starts = range(0, len(pages), HEADER_BYTES)
+        self.headers = [pages[start : start + HEADER_BYTES] for start in starts]
 
 
 def _address(view: memoryview) -> int:
@@ -39,55 +59,78 @@ class SlotIO:
 
     def __init__(self, representation: str, payload_bytes_max: int, memory_alignment: int) -> None:
         self._representation = representation
-        self._buffer_bytes = HEADER_BYTES + -(-payload_bytes_max // PAGE_BYTES) * PAGE_BYTES
         self._alignment = memory_alignment
-        self._of_thread = threading.local()
+        padded = -(-payload_bytes_max // PAGE_BYTES) * PAGE_BYTES
+        self._own = _Buffers(HEADER_BYTES + padded)
 
     def _buffer(self) -> memoryview:
         """This thread's: a header page and room for the longest payload, page-aligned."""
-        buffer: memoryview | None = getattr(self._of_thread, "buffer", None)
-        if buffer is None:
-            buffer = memoryview(mmap.mmap(-1, self._buffer_bytes))
-            self._of_thread.buffer = buffer
-        return buffer
+        return self._own.slot
 
     def _goes_straight(self, payload: memoryview) -> bool:
         if self._alignment == 1:
             return True
         return len(payload) % PAGE_BYTES == 0 and _address(payload) % self._alignment == 0
 
-    def write(
-        self, device: BlockDevice, offset: int, name: BlockName, payload: memoryview, seq: int
-    ) -> None:
-        """Put the record of `payload` (bytes) at `offset`. Raises OSError; the slot is then torn,
-        which a read finds out."""
-        buffer = self._buffer()
-        header = record.encode(name, self._representation, payload, seq)
-        buffer[: len(header)] = header
-        buffer[len(header) : HEADER_BYTES] = _NO_BYTES[len(header) :]
-        if self._goes_straight(payload):
-            device.writev(offset, [buffer[:HEADER_BYTES], payload])
+    def joins(self, payload: memoryview) -> bool:
+        """Whether a record of `payload` may share a disk operation with its neighbours: it fills
+        its slot, straight from where it lies."""
+        return payload.nbytes % PAGE_BYTES == 0 and self._goes_straight(payload.cast("B"))
+
+    def write(self, device: BlockDevice, offset: int, records: Sequence[Record]) -> None:
+        """Put the records into the slots from `offset` on; several only if each `joins`. Raises
+        OSError; any of the slots may then be torn, which a read finds out."""
+        if len(records) == 1 and not self._goes_straight(records[0].payload):
+            self._write_copied(device, offset, records[0])
             return
-        end = HEADER_BYTES + len(payload)
+        parts = list[memoryview]()
+        for page, new in zip(self._own.headers, records, strict=False):
+            page[:] = self._encoded(new)
+            parts += (page, new.payload)
+        device.writev(offset, parts)
+
+    def _encoded(self, new: Record) -> bytes:
+        header = record.encode(new.name, self._representation, new.payload, new.seq)
+        return header.ljust(HEADER_BYTES, b"\0")
+
+    def _write_copied(self, device: BlockDevice, offset: int, new: Record) -> None:
+        buffer = self._buffer()
+        buffer[:HEADER_BYTES] = self._encoded(new)
+        end = HEADER_BYTES + len(new.payload)
         padded = -(-end // PAGE_BYTES) * PAGE_BYTES
-        buffer[HEADER_BYTES:end] = payload
+        buffer[HEADER_BYTES:end] = new.payload
         buffer[end:padded] = _NO_BYTES[: padded - end]
         device.writev(offset, [buffer[:padded]])
 
-    def read(self, device: BlockDevice, offset: int, name: BlockName, into: memoryview) -> Reading:
-        """Fill `into` with the payload of the record at `offset` if it is `name`, whole and as it
-        was stored. Raises OSError."""
-        buffer = self._buffer()
+    def read(
+        self, device: BlockDevice, offset: int, wanted: Sequence[tuple[BlockName, memoryview]]
+    ) -> list[Reading] | None:
+        """Fill each view with the payload of its record if that lies there, whole and as it was
+        stored: the first at `offset`, the others in the slots after it; several only if each
+        `joins`. None if of several not all could be read. Raises OSError."""
+        name, into = wanted[0]
         end = HEADER_BYTES + len(into)
-        if self._goes_straight(into):
-            count = device.readv(offset, [buffer[:HEADER_BYTES], into])
-        else:
+        assert 0 < len(wanted) <= RUN_BLOCKS_MAX
+        if len(wanted) == 1 and not self._goes_straight(into):
+            buffer = self._buffer()
             count = device.readv(offset, [buffer[: -(-end // PAGE_BYTES) * PAGE_BYTES]])
             into[:] = buffer[HEADER_BYTES:end]
-        header = record.decode(buffer[: min(count, HEADER_BYTES)])
+            return [self._judged(name, buffer[:HEADER_BYTES], into, count)]
+        pairs = list(zip(self._own.headers, wanted, strict=False))
+        parts = [part for page, (_, view) in pairs for part in (page, view)]
+        count = device.readv(offset, parts)
+        if len(wanted) > 1:
+            if count < sum(map(len, parts)):
+                return None
+            count = end
+        return [self._judged(name, page, view, count) for page, (name, view) in pairs]
+
+    def _judged(self, name: BlockName, page: memoryview, into: memoryview, count: int) -> Reading:
+        """What the first `count` bytes of a slot, header page and payload, are."""
+        header = record.decode(page[:count])
         if isinstance(header, str):
             return Reading(None, header)
-        if count < end and header.name == name:
+        if count < HEADER_BYTES + len(into) and header.name == name:
             return Reading(header, "length")
         return Reading(header, record.fault(header, name, self._representation, into))
 

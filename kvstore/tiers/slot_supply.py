@@ -10,18 +10,17 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from kvstore.tiers.disk_health import DiskHealth
 from kvstore.tiers.nvme_index import Entry, SlotIndex
-from kvstore.tiers.segments import Plan, Segment, SegmentSpace
+from kvstore.tiers.segments import Place, Plan, Segment, SegmentSpace
 from seams.blockfolder import BlockFolder
 from seams.clock import Clock
 
 VICTIMS_MAX = 8
 """Records evicted at most for one slot: more than one only where they are being read."""
-
-Place = tuple[Segment, int]
 
 
 class SlotSupply:
@@ -41,48 +40,62 @@ class SlotSupply:
         self._making = threading.Lock()  # one new segment at a time
         self._closed = threading.Event()
 
-    def take(self, slot_bytes: int, parent_id: bytes, until: float) -> Place | None:
-        """A slot for a record, pinned; None if there is none to be had. May make a file, and waits
-        for another thread that does, at most `until`. Never evicts the record's own parent."""
+    def take(self, slot_bytes: int, spared: Sequence[bytes], until: float) -> list[Place]:
+        """A slot for each of several records, pinned; fewer if there are no more to be had. May
+        make files, and waits for another thread that does, at most `until`. For the i-th nothing
+        is evicted that it needs: the record `spared[i]`."""
+        places = list[Place]()
+        while len(places) < len(spared) and (not places or self._clock.now() < until):
+            more = self._take_some(slot_bytes, spared[len(places) :], until)
+            if not more:
+                break
+            places += more
+        return places
+
+    def _take_some(self, slot_bytes: int, spared: Sequence[bytes], until: float) -> list[Place]:
+        """Free ones, else of a new segment, else evicted ones, else another size's segment."""
         with self.lock:
             if self._closed.is_set():
-                return None
-            place = self.space.take(slot_bytes)
-            grows = place is None and self._can_grow(slot_bytes)
+                return []
+            places = self.space.take(slot_bytes, len(spared))
+            grows = not places and self._can_grow(slot_bytes)
         if grows:
-            place = self._take_grown(slot_bytes, until, any_other=False)
-        if place is None:
+            places = self._take_grown(slot_bytes, len(spared), until, any_other=False)
+        if not places:
             with self.lock:
                 if self._closed.is_set():
-                    return None
-                place = self.space.take(slot_bytes) or self._evict_for(slot_bytes, parent_id)
-                grows = place is None and self._can_grow(slot_bytes, any_other=True)
+                    return []
+                places = self.space.take(slot_bytes, len(spared))
+                places = places or self._evict_for(slot_bytes, spared)
+                grows = not places and self._can_grow(slot_bytes, any_other=True)
             if grows:
-                place = self._take_grown(slot_bytes, until, any_other=True)
-        return place
+                places = self._take_grown(slot_bytes, len(spared), until, any_other=True)
+        return places
 
     def _can_grow(self, slot_bytes: int, *, any_other: bool = False) -> bool:
         room = self.space.has_room(slot_bytes)
         possible = room or bool(self.space.giving(slot_bytes, any_other=any_other))
         return possible and self.growth.may_write(self._clock.now())
 
-    def _take_grown(self, slot_bytes: int, until: float, *, any_other: bool) -> Place | None:
+    def _take_grown(
+        self, slot_bytes: int, count: int, until: float, *, any_other: bool
+    ) -> list[Place]:
         if not self._making.acquire(timeout=max(0.0, until - self._clock.now())):
-            return None
+            return []
         try:
             with self.lock:
-                place = self.space.take(slot_bytes)
+                places = self.space.take(slot_bytes, count)
                 giving = None
                 if not self.space.has_room(slot_bytes):
                     others = self.space.giving(slot_bytes, any_other=any_other)
                     giving = self.index.stalest(others)
-            if place is None:
+            if not places:
                 if giving is not None:
                     self.retire(giving)
                 self._grow(slot_bytes)
                 with self.lock:
-                    place = self.space.take(slot_bytes)
-            return place
+                    places = self.space.take(slot_bytes, count)
+            return places
         finally:
             self._making.release()
 
@@ -108,17 +121,20 @@ class SlotSupply:
             self.growth.wrote()
             self.space.add_planned(plan, device)
 
-    def _evict_for(self, slot_bytes: int, parent_id: bytes) -> Place | None:
-        for _ in range(VICTIMS_MAX):
-            victim = self.index.oldest(slot_bytes, parent_id)
-            if victim is None:
-                return None
-            self.drop(victim)
-            self.evicted += 1
-            place = self.space.take(slot_bytes)
-            if place is not None:
-                return place
-        return None
+    def _evict_for(self, slot_bytes: int, spared: Sequence[bytes]) -> list[Place]:
+        """One slot for each as long as there is one; with the lock held."""
+        places = list[Place]()
+        for one in spared:
+            victims = 0
+            while not (freed := self.space.take(slot_bytes, 1)):
+                victim = self.index.oldest(slot_bytes, one)
+                if victim is None or victims == VICTIMS_MAX:
+                    return places
+                self.drop(victim)
+                self.evicted += 1
+                victims += 1
+            places += freed
+        return places
 
     def drop(self, entry: Entry) -> None:
         """Forget a record, if it is still there; with the lock held."""
@@ -126,11 +142,13 @@ class SlotSupply:
             self.index.remove(entry)
             self.space.give_up(entry.segment, entry.slot)
 
-    def release(self, segment: Segment, slot: int) -> None:
-        """End a read or a write: the opposite of `take` and `space.pin`."""
+    def release(self, places: Iterable[Place]) -> None:
+        """End reads or writes: the opposite of `take` and `space.pin`."""
         with self.lock:
-            closing = self.space.unpin(segment, slot) is not None
-        if closing:
+            closing = [
+                segment for segment, slot in places if self.space.unpin(segment, slot) is not None
+            ]
+        for segment in closing:
             self._close(segment)
 
     def retire(self, segment: Segment) -> int:

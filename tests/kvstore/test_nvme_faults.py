@@ -155,7 +155,7 @@ class Scene:
         tier._index.check_integrity()
         space = tier._supply.space
         assert not space.pinned
-        if not tier._closed:
+        if not tier._disk.closed:
             space.check_integrity(len(tier._index))
         taken = sum(map(self.folder.footprint_bytes, self.folder.names()))
         assert taken <= capacity_bytes(BLOCKS, SIZES)

@@ -107,8 +107,8 @@ def test_the_budget_is_never_overdrawn(seed: int) -> None:
     taken = []
     for _ in range(500):
         size = rng.choice(sizes)
-        place = space.take(size)
-        if place is None:
+        places = space.take(size, rng.randrange(1, 5))
+        if not places:
             room = rng.choice([1 << 40, rng.randrange(-5000, 100_000)])
             plan = space.plan(size, room)
             assert plan is None or plan.cost_bytes <= room
@@ -117,8 +117,9 @@ def test_the_budget_is_never_overdrawn(seed: int) -> None:
             elif plan is not None:
                 space.add_planned(plan, MemoryBlockDevice(plan.slots * size))
         else:
-            taken.append(place)
-            space.unpin(*place)
+            taken += places
+            for place in places:
+                space.unpin(*place)
         if taken and rng.random() < 0.3:
             space.give_up(*taken.pop(rng.randrange(len(taken))))
         if space.segments and rng.random() < 0.03:

@@ -322,8 +322,8 @@ def test_two_records_of_one_block_are_one(directory: Path) -> None:
     assert first is not None
     with tier._lock:
         tier._supply.drop(first)
-        spare = tier._supply.space.take(first.segment.slot_bytes)  # its old slot: not reused
-    assert spare == (first.segment, first.slot)
+        spare = tier._supply.space.take(first.segment.slot_bytes, 1)  # its old slot: not reused
+    assert spare == [(first.segment, first.slot)]
     store(tier, [0])  # evicts 8
     abandon(tier)
     tier = open_tier(directory, blocks=4)
