@@ -24,15 +24,14 @@ from typing import NamedTuple
 
 import torch
 
+from kvstore.benches.nvme import capacity_bytes
 from kvstore.fetch import Level
 from kvstore.tiered import TieredStore
 from kvstore.tiers.embedded import EmbeddedValkey
 from kvstore.tiers.host import HostTier
 from kvstore.tiers.nvme import NvmeTier
-from kvstore.tiers.nvme_start import reserve_bytes
 from kvstore.tiers.queue import TierQueue
 from kvstore.tiers.redis import RedisTier
-from kvstore.tiers.segments import segment_cost_bytes, slot_bytes_for
 from seams.bench import Report, Row
 from seams.clock import Clock, SystemClock
 from worker.config import EngineConfig
@@ -179,8 +178,8 @@ def _tiers(sizes: Sizes, spec: ModelSpec, directory: Path) -> Iterator[TieredSto
     bytes_of = {group.id: group.block_bytes}
     with EmbeddedValkey(SHARED_BYTES) as server, tempfile.TemporaryDirectory(dir=directory) as made:
         disk = NvmeTier(
-            Path(made), _disk_bytes(sizes.disk, bytes_of), spec.representation.id, bytes_of,
-            free_space_floor_bytes=0,
+            Path(made), capacity_bytes(sizes.disk, group.block_bytes), spec.representation.id,
+            bytes_of, free_space_floor_bytes=0,
         )  # fmt: skip
         shared = RedisTier(server.url, spec.representation.id, namespace="replay")
         host = HostTier(bytes_of, sizes.host * _HOST_SLOT_BYTES)
@@ -189,15 +188,6 @@ def _tiers(sizes: Sizes, spec: ModelSpec, directory: Path) -> Iterator[TieredSto
             yield store
         finally:
             store.close()
-
-
-def _disk_bytes(blocks: int, bytes_of: dict[int, int]) -> int:
-    """A capacity that leaves about so many blocks room."""
-    segments = segment_cost_bytes(blocks, slot_bytes_for(max(bytes_of.values())))
-    capacity = segments
-    while capacity - reserve_bytes(capacity, bytes_of) < segments:
-        capacity = segments + reserve_bytes(capacity, bytes_of)
-    return capacity
 
 
 class _Replay:

@@ -1,0 +1,1 @@
+"""What identity and tiers cost, beside the machine's own limits in the same run."""
