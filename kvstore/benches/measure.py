@@ -87,18 +87,19 @@ class Race:
             self._ours.append(cost(pair.ours))
             self._raw.append(cost(pair.raw))
 
-    def _rate(self, costs: Sequence[Cost]) -> float:
-        wall_s = median([taken.wall_s for taken in costs])
-        return self._blocks * self._block_bytes / wall_s / 1e9
+    def _rate(self, costs: Sequence[Cost], *, of_cpu: bool) -> float:
+        taken_s = median([taken.cpu_s if of_cpu else taken.wall_s for taken in costs])
+        return self._blocks * self._block_bytes / taken_s / 1e9
 
     def _cpu_us(self, costs: Sequence[Cost]) -> float:
         return median([taken.cpu_s for taken in costs]) / self._blocks * 1e6
 
-    def row(self) -> Row:
-        """GB/s of ours against the raw one's."""
+    def row(self, *, of_cpu: bool = False) -> Row:
+        """GB/s of ours against the raw one's. `of_cpu`: per second of the calling thread's CPU, for
+        work that is nothing else: what others do on the machine matters less."""
         count = len(self._ours)
-        rates = self._rate(self._ours), self._rate(self._raw)
-        return Row(self.name, rates[0], "GB/s", count, self.against, rates[1])
+        ours, raw = (self._rate(costs, of_cpu=of_cpu) for costs in (self._ours, self._raw))
+        return Row(self.name, ours, "GB/s", count, self.against, raw)
 
     @property
     def overhead_us(self) -> float:
