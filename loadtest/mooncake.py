@@ -49,7 +49,8 @@ CONTEXT_TOKENS = 2048
 VOCAB_TOKENS = 4096
 LIVE_MAX = 8  # requests at a time
 STEP_S = 0.0002  # per token: what a step takes
-CHARGED_S = 0.01  # per token: what the engine is told
+CHARGED_S = 0.1  # per token: what the engine is told
+STALL_S = 10.0  # a busy machine is no broken server here
 DEVICE_SHARE, HOST_SHARE, DISK_SHARE = 0.1, 0.2, 0.5  # of the working set; the shared tier has all
 SHARED_BYTES = 1 << 30
 _HOST_SLOT_BYTES = 4096
@@ -82,6 +83,7 @@ class Replayed:
     hit_tokens: int = 0  # of the prompts: on the device or brought back
     came_tokens: dict[Level, int] = field(default_factory=dict)  # brought back, by where they were
     lost_blocks: int = 0  # left host memory before a lower tier had them
+    late_blocks: int = 0  # that a tier had and did not give, or give in time
     failed: int = 0
     wrong: int = 0  # answers that are not the oracle's
     waited_s: float = 0.0  # for the tiers to take what the device had pushed out
@@ -181,7 +183,7 @@ def _tiers(sizes: Sizes, spec: ModelSpec, directory: Path) -> Iterator[TieredSto
             Path(made), capacity_bytes(sizes.disk, group.block_bytes), spec.representation.id,
             bytes_of, free_space_floor_bytes=0,
         )  # fmt: skip
-        shared = RedisTier(server.url, spec.representation.id, namespace="replay")
+        shared = RedisTier(server.url, spec.representation.id, namespace="replay", stall_s=STALL_S)
         host = HostTier(bytes_of, sizes.host * _HOST_SLOT_BYTES)
         store = TieredStore(host, [TierQueue(disk), TierQueue(shared)])
         try:
@@ -222,6 +224,7 @@ class _Replay:
             blocks = self._store.loaded_blocks
             found.came_tokens = {level: BLOCK_TOKENS * blocks[level] for level in Level}
             found.lost_blocks = self._store.host.lost
+            found.late_blocks = sum(stats.failed for stats in self._store.stats().values())
         found.wrong = sum(map(self._is_wrong, range(len(self._requests))))
         return found
 
@@ -291,6 +294,7 @@ def rows(requests: Sequence[TraceRequest], directory: Path) -> list[Row]:
             for level, came in tiered.came_tokens.items()
         ),
         Row("mooncake_lost_blocks", tiered.lost_blocks, "blocks", count),
+        Row("mooncake_late_blocks", tiered.late_blocks, "blocks", count),
         Row("mooncake_faulty", faulty, "requests", count),
         Row("mooncake_waited", tiered.waited_s, "s", count),
         Row("mooncake_wall", tiered.wall_s, "s", count),
