@@ -8,7 +8,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import triton_decode
+from kernels import triton_decode, triton_invariant, triton_rows
 from kernels.attention import AttentionSpec
+from kernels.layout import DTYPES
 from seams.bench import Report, Row
 
 TARGETS = {
@@ -43,6 +44,7 @@ class Variant:
     kernel: Any
     types: dict[str, str]
     constants: dict[str, Any]
+    launch: dict[str, Any] = field(default_factory=lambda: triton_decode.LAUNCH)
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,50 @@ def _reduce(name: str, spec: AttentionSpec, dtype: str, sinks: bool) -> Variant:
     )
 
 
+def _rows(name: str, spec: AttentionSpec, dtype: str, kv_positions: bool) -> Variant:
+    types = {
+        **dict.fromkeys(("q", "keys", "values"), f"*{dtype}"),
+        **dict.fromkeys(("tables", "tiles", "spans"), "*i32"),
+        **dict.fromkeys(("positions", "kv_positions"), "*i64"),
+        **dict.fromkeys(("part_out", "part_lse"), "*fp32"),
+        "scale": "fp32",
+        **{f"{of}_stride": "i32" for of in ("block", "table", "kv_position", "kv_position_head")},
+        **dict.fromkeys(("splits", "row_first"), "i32"),
+    }
+    constants = triton_rows.row_constants(spec, 16, DTYPES[dtype]) | {
+        "HAS_KV_POSITIONS": kv_positions
+    }
+    launch = triton_rows.LAUNCH
+    return Variant(f"rows/{name}", triton_rows.attend_rows, types, constants, launch)
+
+
+def _merge(name: str, spec: AttentionSpec, dtype: str) -> Variant:
+    types = {
+        **dict.fromkeys(("part_out", "part_lse", "sinks", "lse"), "*fp32"),
+        **dict.fromkeys(("tiles", "spans"), "*i32"),
+        "out": f"*{dtype}",
+        **dict.fromkeys(("splits", "row_first"), "i32"),
+    }
+    row = triton_rows.row_constants(spec, 16, DTYPES[dtype])
+    constants = triton_rows.merge_constants(spec, row)
+    launch = triton_rows.LAUNCH
+    return Variant(f"merge/{name}", triton_rows.merge_parts, types, constants, launch)
+
+
+def _linear(name: str, outputs: int, inputs: int, dtype: str, bias: bool) -> Variant:
+    types = dict.fromkeys(("x", "weight", "bias", "out"), f"*{dtype}") | {"rows": "i32"}
+    constants = triton_invariant.linear_constants(outputs, inputs, DTYPES[dtype], bias)
+    launch = triton_invariant.LINEAR_LAUNCH
+    return Variant(f"linear/{name}", triton_invariant.linear_tile, types, constants, launch)
+
+
+def _norm(name: str, width: int) -> Variant:
+    types = dict.fromkeys(("x", "weight", "out"), "*fp32") | {"eps": "fp32", "rows": "i32"}
+    constants = triton_invariant.norm_constants(width)
+    launch = triton_invariant.NORM_LAUNCH
+    return Variant(f"norm/{name}", triton_invariant.norm_rows, types, constants, launch)
+
+
 def variants() -> list[Variant]:
     """One of each kind of model: Llama 3, gpt-oss-like with everything on, Gemma-3-like."""
     return [
@@ -91,6 +137,16 @@ def variants() -> list[Variant]:
         _split("d256-window-bf16", _WIDE, "bf16", False),
         _reduce("d128-bf16", _PLAIN, "bf16", False),
         _reduce("d64-sinks-fp16", _EXOTIC, "fp16", True),
+        _rows("d128-bf16", _PLAIN, "bf16", False),
+        _rows("d64-window-cap-positions-fp16", _EXOTIC, "fp16", True),
+        _rows("d256-window-bf16", _WIDE, "bf16", False),
+        _rows("d128-fp32", _PLAIN, "fp32", False),
+        _merge("d128-bf16", _PLAIN, "bf16"),
+        _linear("k4096-bf16", 6144, 4096, "bf16", False),
+        _linear("k1000-bias-fp16", 1000, 1000, "fp16", True),
+        _linear("k4096-fp32", 6144, 4096, "fp32", False),
+        _norm("w4096", 4096),
+        _norm("w1000", 1000),
     ]
 
 
@@ -106,7 +162,7 @@ def build(variant: Variant, target: str) -> Built:
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as cache, triton.knobs.cache.scope():
         triton.knobs.cache.dir = cache
-        built = triton.compile(source, target=TARGETS[target], options=triton_decode.LAUNCH)
+        built = triton.compile(source, target=TARGETS[target], options=variant.launch)
     seconds = time.perf_counter() - began
     binary = built.asm[BINARIES[TARGETS[target].backend]]
     return Built(variant.name, target, built.metadata.shared, len(binary), seconds)

@@ -20,7 +20,8 @@ from kvstore.groups import GroupKind, KVGroup, Representation
 from worker.engine.plan import StepPlan
 from worker.models.base import AdapterSpec, ModelSpec
 from worker.models.config import ModelConfig
-from worker.models.linear import Linear, packs
+from worker.models.invariant import VARIANT, Arithmetic, Prepared
+from worker.models.linear import packs
 from worker.models.lora import Adapter, AdapterRows, adapter_rows, add_low_rank
 from worker.models.pools import BlockPools, PooledModel
 from worker.models.rope import build_table, rotate
@@ -55,11 +56,15 @@ def page_layouts(
 
 
 def numeric_class(
-    device: torch.device, dtype: torch.dtype, attention: str, packed: bool = False
+    device: torch.device,
+    dtype: torch.dtype,
+    attention: str,
+    packed: bool = False,
+    numerics: str = VARIANT.numerics,
 ) -> str:
     """Names what decides the rounding: device kind, library (and whether its linear layers are
-    packed), attention path, dtype. `variant`: a row's logits may change by a rounding with what
-    shares its batch."""
+    packed), arithmetic, attention path, dtype. `variant`: a row's logits may change by a rounding
+    with what shares its batch."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         kind = f"cuda-sm{major}{minor}"
@@ -67,16 +72,16 @@ def numeric_class(
         kind = f"cpu-{torch.backends.cpu.get_cpu_capability().lower()}"
     version = torch.__version__.split("+")[0]
     library = f"torch{version}-packed" if packed else f"torch{version}"
-    return f"{kind}-{library}-variant-{attention}-{FLOATS[dtype]}"
+    return f"{kind}-{library}-{numerics}-{attention}-{FLOATS[dtype]}"
 
 
 @dataclass(frozen=True)
 class _Layer:
     number: int
-    qkv: Linear
-    output: Linear
-    gate_up: Linear
-    down: Linear
+    qkv: Prepared
+    output: Prepared
+    gate_up: Prepared
+    down: Prepared
     input_norm: torch.Tensor  # norms are float32, as in LayerWeights
     query_norm: torch.Tensor | None
     key_norm: torch.Tensor | None
@@ -103,22 +108,26 @@ class LlamaModel(PooledModel):
         block_tokens: int,
         context_tokens: int,
         adapters: Sequence[Adapter] = (),
+        arithmetic: Arithmetic = VARIANT,
     ) -> None:
-        """Weights decide device and dtype; context_tokens <= the config's.
+        """Weights decide device and dtype; context_tokens <= the config's. The numeric class says
+        invariant if `arithmetic` is, so then `backend` must be too, and adapters are not.
 
         Where Linear packs, matrices are copied and only the embedding is kept: a caller who drops
         `weights` gets the memory back. Tied models then hold the embedding twice, as the head too.
         """
         assert 0 < context_tokens <= config.context_tokens
+        assert arithmetic is VARIANT or not adapters
         self._config = config
         self._embedding, self._norm = weights.embedding, weights.norm
-        self._head = Linear(weights.head)
+        self._head = arithmetic.linear(weights.head, None)
+        self._norm_rows = arithmetic.norm
         self._backend = backend
         self._adapters = tuple(adapters)
         self._device, dtype = weights.embedding.device, weights.embedding.dtype
         grouped = page_layouts(config, block_tokens, dtype)
         self._layouts = tuple(layout for _, layout in grouped)
-        self._layers = _place_layers(config, weights, [group for group, _ in grouped])
+        self._layers = _place_layers(config, weights, [group for group, _ in grouped], arithmetic)
         ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
         self._ropes = [build_table(r, config.head_dim, context_tokens, self._device) for r in ropes]
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
@@ -132,9 +141,14 @@ class LlamaModel(PooledModel):
             eos_token_ids=config.eos_token_ids,
             block_tokens=block_tokens,
             groups=tuple(group for group, _ in grouped),
+            layouts=self._layouts,
             representation=Representation(dtype=FLOATS[dtype]),
             numeric_class=numeric_class(
-                self._device, dtype, backend.name, packs(self._device, dtype)
+                self._device,
+                dtype,
+                backend.name,
+                arithmetic is VARIANT and packs(self._device, dtype),
+                arithmetic.numerics,
             ),
             adapters=tuple(AdapterSpec(a.name, a.fingerprint) for a in self._adapters),
         )
@@ -205,7 +219,7 @@ class LlamaModel(PooledModel):
 
     def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The residual stream as a layer reads it: normalised, in the model's dtype."""
-        normed = F.rms_norm(hidden, (self._config.hidden,), weight, self._config.norm_eps)
+        normed = self._norm_rows(hidden, weight, self._config.norm_eps)
         return normed.to(self._embedding.dtype)
 
     def _normed_heads(
@@ -214,11 +228,10 @@ class LlamaModel(PooledModel):
         """Per-head norms: heads [N, Hq + Hkv, head_dim], queries first; float32, to be rotated."""
         config = self._config
         query, keys = torch.split(heads.float(), [config.query_heads, config.kv_heads], dim=1)
-        shape = (config.head_dim,)
         return torch.cat(
             (
-                F.rms_norm(query, shape, query_norm, config.norm_eps),
-                F.rms_norm(keys, shape, key_norm, config.norm_eps),
+                self._norm_rows(query, query_norm, config.norm_eps),
+                self._norm_rows(keys, key_norm, config.norm_eps),
             ),
             dim=1,
         )
@@ -239,7 +252,7 @@ class LlamaModel(PooledModel):
     def _add(self, hidden: torch.Tensor, part: torch.Tensor, norm: torch.Tensor | None) -> None:
         """Adds a layer's output to the residual stream, normed where the model does so."""
         if norm is not None:
-            part = F.rms_norm(part.float(), (self._config.hidden,), norm, self._config.norm_eps)
+            part = self._norm_rows(part.float(), norm, self._config.norm_eps)
         hidden += part
 
     def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
@@ -251,18 +264,19 @@ class LlamaModel(PooledModel):
 
 
 def _place_layers(
-    config: ModelConfig, weights: Weights, groups: list[KVGroup]
+    config: ModelConfig, weights: Weights, groups: list[KVGroup], arithmetic: Arithmetic
 ) -> tuple[_Layer, ...]:
+    linear = arithmetic.linear
     places = {
         layer: (group.id, index) for group in groups for index, layer in enumerate(group.layers)
     }
     return tuple(
         _Layer(
             number=i,
-            qkv=Linear(w.qkv, w.qkv_bias),
-            output=Linear(w.output, w.output_bias),
-            gate_up=Linear(w.gate_up, w.gate_up_bias),
-            down=Linear(w.down, w.down_bias),
+            qkv=linear(w.qkv, w.qkv_bias),
+            output=linear(w.output, w.output_bias),
+            gate_up=linear(w.gate_up, w.gate_up_bias),
+            down=linear(w.down, w.down_bias),
             input_norm=w.input_norm,
             query_norm=w.query_norm,
             key_norm=w.key_norm,

@@ -1,4 +1,5 @@
-"""Which implementation computes a model: the compiled CPU path where it can, torch elsewhere."""
+"""Which implementation computes a model: the compiled CPU path where it can, torch elsewhere, with
+batch-invariant kernels on a GPU if that is asked for."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from worker.config import ReplicaConfig
 from worker.models.base import Model
 from worker.models.compiled import CompiledModel, decoder_shape
 from worker.models.config import ModelConfig
+from worker.models.invariant import VARIANT, invariant, serves_invariant
 from worker.models.llama import LlamaModel
 from worker.models.lora import Adapter
 from worker.models.weights import FLOATS, Weights
@@ -36,7 +38,7 @@ def compiled_dtype(
     if config.compute not in COMPUTES:
         raise ModelLoadError(f"The compute must be one of {', '.join(COMPUTES)}.")
     if config.compute == "torch":
-        refuse_variant(config, "torch was asked for.")
+        refuse_variant(config, "torch was asked for.", device)
         return None
     dtype = stored if config.dtype == "auto" else NAMES.get(config.dtype)
     if dtype is torch.float16 and config.dtype == "auto":
@@ -51,16 +53,22 @@ def compiled_dtype(
         return dtype
     if config.compute == "compiled":
         raise ModelLoadError(reason)
-    refuse_variant(config, reason)
+    refuse_variant(config, reason, device)
     if device.type == "cpu":
         _log.warning("computing with torch, slower and not batch invariant: %s", reason)
     return None
 
 
-def refuse_variant(config: ReplicaConfig, reason: str) -> None:
-    """Torch would compute: raises ModelLoadError if that is not allowed."""
-    if config.batch_invariant:
-        raise ModelLoadError(f"No batch-invariant path serves this model here: {reason}")
+def refuse_variant(config: ReplicaConfig, reason: str, device: torch.device | None = None) -> None:
+    """The compiled path will not compute: raises ModelLoadError if nothing batch invariant can
+    where that is asked for. `device`: where a LlamaModel would."""
+    if not config.batch_invariant:
+        return
+    if device is not None and serves_invariant(device):
+        if not config.adapters:
+            return
+        reason = "adapters are computed by torch."
+    raise ModelLoadError(f"No batch-invariant path serves this model here: {reason}")
 
 
 def _unavailable(
@@ -91,15 +99,19 @@ def make_model(
     """The model, without pools. Raises ModelLoadError if memory is short."""
     name, block_tokens = config.served_name, config.block_tokens
     if not compiled:
+        arithmetic, backend = VARIANT, backend_for(weights.embedding.device)
+        if config.batch_invariant:
+            arithmetic, backend = invariant()
         return LlamaModel(
             parsed,
             weights,
-            backend_for(weights.embedding.device),
+            backend,
             name=name,
             fingerprint=fingerprint,
             block_tokens=block_tokens,
             context_tokens=context_tokens,
             adapters=adapters,
+            arithmetic=arithmetic,
         )
     assert not adapters
     try:
