@@ -25,6 +25,7 @@ class LoadCall:
         into: Sequence[memoryview],
         until: float,
     ) -> None:
+        assert len(names) == len(into)
         self._disk = disk
         self._names = names
         self._into = [view.cast("B") for view in into]

@@ -35,9 +35,10 @@ class StoreCall:
         data: Sequence[memoryview],
         until: float,
     ) -> None:
+        assert len(names) == len(data)
         self._disk = disk
         self._names = names
-        self._data = data
+        self._data = [view.cast("B") for view in data]
         self._until = until
         self._next = 0
         self._statuses = [Status.DROPPED] * len(names)
@@ -92,9 +93,8 @@ class StoreCall:
     def _known(self, name: BlockName, identity: bytes, now: float) -> Status | None:
         """A block's status if it needs no write; with the lock held."""
         disk = self._disk
-        data_bytes = self._data[self._next].nbytes
-        assert data_bytes == disk.sizes[name.group], "not this group's size"
-        if disk.closed or _parent_id(name) in self._missing:
+        assert len(self._data[self._next]) == disk.sizes[name.group], "not this group's size"
+        if disk.closed or self._orphaned(name):
             return Status.DROPPED
         if now >= self._until:
             return Status.LATE
@@ -141,7 +141,8 @@ class StoreCall:
 
     def _write(self, run: Sequence[Placed]) -> None:
         """All at once; if that fails or not all may be written, one by one."""
-        if len(run) > 1 and not any(self._refused(block.at) for block in run):
+        orphaned = self._missing and any(self._orphaned(self._names[block.at]) for block in run)
+        if len(run) > 1 and not orphaned and self._stopped() is None:
             records = self._transfer(run)
             if not isinstance(records, OSError):
                 self._written(run, records)
@@ -161,8 +162,13 @@ class StoreCall:
 
     def _refused(self, at: int) -> Status | None:
         """Why a block that was chosen is not written after all."""
-        if _parent_id(self._names[at]) in self._missing:
-            return Status.DROPPED
+        return Status.DROPPED if self._orphaned(self._names[at]) else self._stopped()
+
+    def _orphaned(self, name: BlockName) -> bool:
+        return bool(self._missing) and _parent_id(name) in self._missing
+
+    def _stopped(self) -> Status | None:
+        """Why nothing more of this call is written."""
         if self._disk.clock.now() >= self._until:
             return Status.LATE
         stopped = self._troubled and self._disk.health.state != "ok"
@@ -175,7 +181,7 @@ class StoreCall:
             seq = disk.seq
             disk.seq += len(run)
         records = [
-            Record(self._names[block.at], self._data[block.at].cast("B"), seq + i)
+            Record(self._names[block.at], self._data[block.at], seq + i)
             for i, block in enumerate(run, 1)
         ]
         try:

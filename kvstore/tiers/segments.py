@@ -106,6 +106,8 @@ def _neighbours(places: list[Place]) -> list[list[Place]]:
 
 def _side_by_side(free: list[Place], count: int) -> list[Place]:
     """Take up to `count` places off `free`, ascending, in as few pieces as its end allows."""
+    if count == 1:
+        return [free.pop()] if free else []
     last = sorted(free[-count:], key=_order)
     if len(free) <= count or len(_neighbours(last)) == 1:
         del free[-count:]

@@ -75,7 +75,7 @@ class SlotIO:
     def joins(self, payload: memoryview) -> bool:
         """Whether a record of `payload` may share a disk operation with its neighbours: it fills
         its slot, straight from where it lies."""
-        return payload.nbytes % PAGE_BYTES == 0 and self._goes_straight(payload.cast("B"))
+        return len(payload) % PAGE_BYTES == 0 and self._goes_straight(payload)
 
     def write(self, device: BlockDevice, offset: int, records: Sequence[Record]) -> None:
         """Put the records into the slots from `offset` on; several only if each `joins`. Raises
