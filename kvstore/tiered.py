@@ -118,8 +118,11 @@ class TieredStore:
         end = time.monotonic() + timeout_s
         while self.lower and self.host.coldest_dirty(1):
             self.sink()
-            if not all(q.drain(end - time.monotonic()) for q in self.lower.values()):
+            drained = all(q.drain(end - time.monotonic()) for q in self.lower.values())
+            if not drained or time.monotonic() >= end:
                 return False
+            if time.monotonic() < self._sink_again_s:  # nobody takes anything now
+                time.sleep(min(0.05, timeout_s))
         return True
 
     # --- up ----------------------------------------------------------------------------------
@@ -286,24 +289,31 @@ class TieredStore:
             for name in pinned:
                 self.host.unpin(name)
 
-    def promote(self, fetch: Fetch, group: int, block: int, into: Sequence[memoryview]) -> bool:
-        """Copy a ready block to the device, one view per rank; False if it is not there any more,
-        and then it counts as absent."""
+    def promote(
+        self, fetch: Fetch, group: int, block: int, into: Sequence[Sequence[memoryview]]
+    ) -> int:
+        """Copy ready blocks from `block` on to the device, one view per block and rank; returns how
+        many leading ones came. The first that was not there any more counts as absent."""
         at = block - fetch.first
         codec = self._codecs.get(group)
-        places = into
+        names = [name for ranks in fetch.rows[group].names[at : at + len(into)] for name in ranks]
+        views = [view for ranks in into for view in ranks]
+        places = views
         if codec is not None:
-            places = [memoryview(bytearray(codec.encoded_bytes)) for _ in into]
-        statuses = self.host.load(fetch.rows[group].names[at], places, FETCH_S_MAX)
-        if all(status is Status.OK for status in statuses):
-            if codec is not None:
-                for encoded, view in zip(places, into, strict=True):
-                    codec.decode(encoded, view)
-            if group == 0:
-                self.loaded_blocks[Level(fetch.sources[0][at])] += 1
-            return True
-        fetch.places[group][at] = Place.ABSENT
-        return False
+            places = [memoryview(bytearray(codec.encoded_bytes)) for _ in views]
+        statuses = self.host.load(names, places, FETCH_S_MAX)
+        ranks = len(into[0])
+        bad = next((i for i, status in enumerate(statuses) if status is not Status.OK), None)
+        came = len(into) if bad is None else bad // ranks
+        if codec is not None:
+            for encoded, view in zip(places[: came * ranks], views, strict=False):
+                codec.decode(encoded, view)
+        if bad is not None:
+            fetch.places[group][at + came] = Place.ABSENT
+        if group == 0:
+            for source in fetch.sources[0][at : at + came]:
+                self.loaded_blocks[Level(source)] += 1
+        return came
 
     # --- saying ------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from worker.models.base import Model
 
 AT_ONCE = 1 << 30
 GAIN_MIN = 0.2
+COPIED_AT_ONCE = 8  # blocks in one call to the store
 LOOK_AGAIN_S = 0.02  # at blocks that are waited for, if nothing came
 
 
@@ -169,27 +170,27 @@ class Promoter:
         self, sequence: Sequence, fetch: Fetch, at: int, stop: int, firsts: Seq[int]
     ) -> int:
         """Fill opened blocks; returns the block at which one was not there any more."""
-        for block in range(at, stop):
-            for group in self._groups:
-                if block >= firsts[group.id]:
-                    number = sequence.tables[group.id][block]
-                    if not self._copy_block(fetch, group.id, block, number):
-                        return block
+        for group in self._groups:
+            block = firsts[group.id]
+            while block < stop:
+                numbers = sequence.tables[group.id][block : min(stop, block + COPIED_AT_ONCE)]
+                came = self._copy_blocks(fetch, group.id, block, numbers)
+                block += came
+                if came < len(numbers):
+                    stop = max(at, block)
         return stop
 
-    def _copy_block(self, fetch: Fetch, group: int, block: int, number: int) -> bool:
-        ranks = range(self._groups[group].ranks)
-        views = [self._model.block_view(group, number, rank) for rank in ranks]
-        into = [
-            memoryview(bytearray(self._groups[group].block_bytes)) if view is None else view
-            for view in views
-        ]
-        if not self._store.promote(fetch, group, block, into):
-            return False
-        for rank, view in enumerate(views):
-            if view is None:  # the pool is not host memory
-                self._model.write_block(group, number, bytes(into[rank]), rank)
-        return True
+    def _copy_blocks(self, fetch: Fetch, group: int, block: int, numbers: list[int]) -> int:
+        """Blocks of a group from `block` on into these of its pool; how many leading ones came."""
+        size, ranks = self._groups[group].block_bytes, range(self._groups[group].ranks)
+        views = [[self._model.block_view(group, n, rank) for rank in ranks] for n in numbers]
+        into = [[memoryview(bytearray(size)) if v is None else v for v in row] for row in views]
+        came = self._store.promote(fetch, group, block, into)
+        for number, row, filled in zip(numbers[:came], views, into, strict=False):
+            for rank, view in enumerate(row):
+                if view is None:  # the pool is not host memory
+                    self._model.write_block(group, number, bytes(filled[rank]), rank)
+        return came
 
     def _count(self, sequence: Sequence, tokens: int) -> None:
         """Promoted prompt tokens are cached ones, unless they were computed here before."""
