@@ -32,6 +32,7 @@ VARIANTS = {
             "redis": {"kind": "external", "existingSecret": "my-redis"},
         }
     },
+    "metrics": {"observability": {"metrics": {"enabled": True, "port": 9999}}},
     "two groups": {"workers": [DEFAULTS["workers"][0], CPU["workers"][0]]},
 }
 
@@ -200,6 +201,28 @@ def test_the_password_of_the_chart_s_valkey_is_in_its_secret_alone() -> None:
     assert "banyan-cache" in services
 
 
+def test_no_metrics_unless_asked_for() -> None:
+    assert "metrics" not in json.dumps(render({})) and "prometheus" not in json.dumps(render({}))
+
+
+def test_metrics_are_found_at_every_router_and_never_behind_the_clients_service() -> None:
+    objects = render(VARIANTS["metrics"])
+    [router] = [d for d in by_kind(objects, "Deployment") if "router" in d["metadata"]["name"]]
+    pod = router["spec"]["template"]
+    [container] = pod["spec"]["containers"]
+    assert "--metrics=$(POD_IP):9999" in container["args"]
+    assert {"name": "metrics", "containerPort": 9999} in container["ports"]
+    found = pod["metadata"]["annotations"]
+    assert found["prometheus.io/scrape"] == "true" and found["prometheus.io/path"] == "/metrics"
+    assert found["prometheus.io/port"] == "9999"
+    ports = {
+        s["metadata"]["name"]: {p["name"]: p["port"] for p in s["spec"]["ports"]}
+        for s in by_kind(objects, "Service")
+    }
+    assert [name for name, of in ports.items() if "metrics" in of] == ["banyan-routers"]
+    assert ports["banyan-routers"]["metrics"] == 9999
+
+
 def altered(path: str, value: object) -> dict[str, Any]:
     values = copy.deepcopy(DEFAULTS)
     target, *rest = path.split(".")
@@ -228,6 +251,10 @@ def altered(path: str, value: object) -> dict[str, Any]:
         ("kvstore.redis.kind", "memcached"),
         ("kvstore.redis.kind", "external"),  # without its Secret
         ("kvstore.redis.password", "in the values"),
+        ("observability.metrics.port", 0),
+        ("observability.metrics.enabled", "yes"),
+        ("observability.metrics.host", "0.0.0.0"),
+        ("observability.traces", {}),
         ("unknown", 1),
     ],
 )
