@@ -27,7 +27,7 @@ from seams.proof import read_secret
 from seams.rng import SystemRng
 
 GRACE_S_MAX = 3600.0
-OPTIONS = ("router", "secret_file", "listen", "internal")  # what differs from pod to pod
+OPTIONS = ("router", "secret_file", "listen", "internal", "metrics")  # what differs from pod to pod
 
 
 def read_config(path: Path | None, given_options: Mapping[str, str | float]) -> RouterConfig:
@@ -54,9 +54,9 @@ def read_config(path: Path | None, given_options: Mapping[str, str | float]) -> 
 
 def write_ready(path: Path, server: RouterServer) -> None:
     """Say where the router listens; the file appears whole or not at all."""
-    where = {"listen": server.listen, "internal": server.internal, "pid": os.getpid()}
+    where = {"listen": server.listen, "internal": server.internal, "metrics": server.metrics}
     part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_text(json.dumps(where) + "\n")
+    part.write_text(json.dumps(where | {"pid": os.getpid()}) + "\n")
     part.replace(path)
 
 
@@ -74,7 +74,8 @@ async def serve(config: RouterConfig, secret: bytes) -> None:
     await server.start()
     if config.ready_file:
         write_ready(Path(config.ready_file), server)
-    logs.note(logging.INFO, "listening", listen=server.listen, internal=server.internal)
+    ports = {"listen": server.listen, "internal": server.internal, "metrics": server.metrics}
+    logs.note(logging.INFO, "listening", **ports)
     told, broken = asyncio.create_task(signals.get()), asyncio.create_task(server.broken())
     await asyncio.wait({told, broken}, return_when=asyncio.FIRST_COMPLETED)
     failed = not told.done()

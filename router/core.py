@@ -18,7 +18,7 @@ from router.estimates import LogEwma
 from router.events import BlockStream
 from router.fleet import Fleet, Replica
 from router.index import DISK, HOST, SHARDS, SHARED, Depths, PrefixIndex, prefixes
-from router.placement import ModelEntry, Observed, Placement, PlaceRequest
+from router.placement import ModelEntry, Observed, Placement, PlaceRequest, ReplicaLoad
 from router.provisional import Provisional
 from seams.clock import Clock
 from seams.errors import NoReplica
@@ -354,6 +354,11 @@ class RouterCore:
         now_s = self._clock.now()
         return [_state(replica, self._index, now_s) for replica in self._fleet.replicas.values()]
 
+    def loads(self) -> list[ReplicaLoad]:
+        """See Core."""
+        now_s = self._clock.now()
+        return [_load(replica, now_s) for replica in self._fleet.replicas.values()]
+
     @property
     def index_blocks(self) -> int:
         """Distinct blocks known, of all replicas, KV groups and tiers, booked ones too."""
@@ -419,6 +424,11 @@ def _candidate_cost(cost: Cost) -> common_pb2.CandidateCost:
         ],
         matched_tokens=cost.matched_tokens,
     )
+
+
+def _load(replica: Replica, now_s: float) -> ReplicaLoad:
+    load = replica.work.reported if replica.work.reports else None
+    return ReplicaLoad(replica.name, replica.state(now_s), now_s - replica.seen_s, load)
 
 
 def _state(replica: Replica, index: PrefixIndex, now_s: float) -> api_pb2.ReplicaState:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from banyan.v1 import api_pb2, common_pb2, internal_pb2
 from kvstore.keys import BlockKey, RootId
@@ -59,6 +59,16 @@ class ModelEntry:
     served: internal_pb2.ServedModel
     block_tokens: int
     replicas: tuple[str, ...] = field(default=())
+
+
+class ReplicaLoad(NamedTuple):
+    """A replica as it reported itself last. `load` is None until it has in this attachment, and is
+    not to be changed."""
+
+    replica: str
+    state: str  # ready | suspect | draining
+    heartbeat_age_s: float
+    load: internal_pb2.Load | None
 
 
 class Core(Protocol):
@@ -122,6 +132,10 @@ class Core(Protocol):
 
     def state(self) -> list[api_pb2.ReplicaState]:
         """Replica states for ClusterState."""
+        ...
+
+    def loads(self) -> list[ReplicaLoad]:
+        """What every replica reported last, without copying it."""
         ...
 
     def event_counts(self) -> dict[str, int]:

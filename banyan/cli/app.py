@@ -68,6 +68,9 @@ def up(
     listen: Annotated[
         str, typer.Option(help="HOST:PORT of the first router; the others take the next ports.")
     ] = "127.0.0.1:7600",
+    metrics: Annotated[
+        str, typer.Option(help="HOST:PORT for Prometheus, or a loopback PORT; routers as above.")
+    ] = "",
     name: Name = "default",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto (as stored), bf16, fp16 or fp32.")] = "auto",
@@ -105,8 +108,9 @@ def up(
 
     refuse_password(redis)
     spec = ClusterSpec(
-        model=model, name=name, replicas=replicas, routers=routers, listen=listen, device=device,
-        dtype=dtype, compute=compute, batch_invariant=batch_invariant, pool_gib=pool_gib or None,
+        model=model, name=name, replicas=replicas, routers=routers, listen=listen,
+        metrics=metrics, device=device, dtype=dtype, compute=compute,
+        batch_invariant=batch_invariant, pool_gib=pool_gib or None,
         context_tokens=context_tokens, speculate=speculate,
         ray_address=ray_address, timeout_s=timeout_s,
         api_keys=read_api_keys(Path(api_keys)) if api_keys else {},

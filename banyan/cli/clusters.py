@@ -34,6 +34,10 @@ def up(spec: ClusterSpec, *, json_output: bool) -> None:
         f"Cluster [bold]{record.name}[/bold] serves {record.served_name} with {count} "
         f"replica{'s' if count > 1 else ''} at {where} (up in {took_s:.1f} s)."
     )
+    scraped = [router.metrics for router in record.routers if router.metrics]
+    if scraped:
+        urls = ", ".join(f"http://{address}/metrics" for address in scraped)
+        output.console.print(f"Metrics: {urls}")
     suffix = "" if record.name == state.DEFAULT_NAME else f" --name {record.name}"
     output.console.print(f"Talk to it: banyan chat{suffix}   Stop it: banyan down{suffix}")
 

@@ -27,6 +27,7 @@ from banyan.cluster.spec import (
     adapter_folders,
     check,
     cores,
+    metrics_addresses,
     router_addresses,
     uses_gpu,
 )
@@ -76,6 +77,7 @@ def up(spec: ClusterSpec, report: Report) -> ClusterRecord:
     with locked(path / "lock"):
         _refuse_second(spec.name)
         listens = router_addresses(spec)
+        scraped = metrics_addresses(spec, listens)
         model = resolve_model(spec.model, report)
         me = psutil.Process()
         record = ClusterRecord(
@@ -93,7 +95,7 @@ def up(spec: ClusterSpec, report: Report) -> ClusterRecord:
         with _undone_on_failure(launch):
             launch.save()
             with held_back():
-                _start_routers(launch, listens)
+                _start_routers(launch, listens, scraped)
                 _start_cache(launch)
                 _start_ray(launch)
                 _start_fleet(launch)
@@ -129,11 +131,11 @@ def _undone_on_failure(launch: _Launch) -> Iterator[None]:
         raise
 
 
-def _start_routers(launch: _Launch, listens: list[str]) -> None:
+def _start_routers(launch: _Launch, listens: list[str], scraped: list[str]) -> None:
     run = private_folder(launch.folder / "run")
     env = ray_head.environment()
     records = []
-    for index, listen in enumerate(listens):
+    for index, (listen, metrics) in enumerate(zip(listens, scraped, strict=True)):
         name = f"router-{index}"
         ready = run / f"{name}.ready.json"
         ready.unlink(missing_ok=True)
@@ -142,6 +144,7 @@ def _start_routers(launch: _Launch, listens: list[str]) -> None:
             secret_file=str(launch.folder / "secret"),
             listen=listen,
             internal=f"{_internal_host(launch.spec)}:0",
+            metrics=metrics,
             ready_file=str(ready),
             api_keys=launch.spec.api_keys,
         )
@@ -187,7 +190,8 @@ def _wait_routers(launch: _Launch) -> None:
                 raise LaunchError(f"A router did not start within {ROUTER_START_S_MAX:.0f} s.")
             time.sleep(0.02)
         where = json.loads(ready.read_text())
-        found.append(replace(record, listen=where["listen"], internal=where["internal"]))
+        del where["pid"]
+        found.append(replace(record, **where))
         launch.report("routers", len(found) / len(launch.record.routers))
     launch.save(routers=tuple(found))
 

@@ -17,13 +17,15 @@ DEFAULT_LISTEN = "127.0.0.1:7600"
 @dataclass(frozen=True)
 class ClusterSpec:
     """One cluster to start. `listen` is the first router's; further ones take the next ports, or
-    any free one for port 0. `ray_address` joins a running Ray cluster instead of starting one."""
+    any free one for port 0; `metrics` as well. `ray_address` joins a running Ray cluster instead of
+    starting one."""
 
     model: str
     name: str = "default"
     replicas: int = 1
     routers: int = 1
     listen: str = DEFAULT_LISTEN
+    metrics: str = ""  # HOST:PORT, or a port of the loopback; "" = none
     device: str = "auto"
     dtype: str = "auto"
     compute: str = "auto"
@@ -65,8 +67,28 @@ def split_address(address: str) -> tuple[str, int]:
 
 def router_addresses(spec: ClusterSpec) -> list[str]:
     """Where each router will listen. Raises LaunchError if a fixed port is not free."""
-    host, port = split_address(spec.listen)
-    addresses = [f"{host}:{port + i if port else 0}" for i in range(spec.routers)]
+    return _free_addresses(spec.listen, spec.routers)
+
+
+def metrics_addresses(spec: ClusterSpec, listens: list[str]) -> list[str]:
+    """Where each router will answer Prometheus, "" for nowhere; `listens` are taken. Raises
+    LaunchError."""
+    if not spec.metrics:
+        return [""] * spec.routers
+    wanted = f"127.0.0.1:{spec.metrics}" if spec.metrics.isdecimal() else spec.metrics
+    try:
+        addresses = _free_addresses(wanted, spec.routers)
+    except LaunchError as error:
+        raise LaunchError(f"--metrics {spec.metrics}: {error.message}") from error
+    both = [a for a in addresses if a in listens and split_address(a)[1]]
+    if both:
+        raise LaunchError(f"--metrics and --listen both need {both[0]}.")
+    return addresses
+
+
+def _free_addresses(first: str, count: int) -> list[str]:
+    host, port = split_address(first)
+    addresses = [f"{host}:{port + i if port else 0}" for i in range(count)]
     for address in addresses:
         _check_free(address)
     return addresses

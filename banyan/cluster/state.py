@@ -29,6 +29,7 @@ class RouterRecord:
     listen: str
     internal: str
     process: Process
+    metrics: str = ""  # "" = it has none
 
 
 @dataclass(frozen=True)

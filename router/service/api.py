@@ -8,12 +8,12 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import partial
 from typing import TypeVar
 
 from banyan.v1 import api_pb2, api_pb2_grpc, common_pb2, internal_pb2
 from kvstore.keys import tokens_u32le
 from router.config import RouterConfig
+from router.metrics import Seen
 from router.placement import Core, Observed, Placement
 from router.service.fleet import Fleet
 from router.service.logs import note, where
@@ -31,6 +31,7 @@ from router.service.status import Context, abort, metadata_of
 from router.stream import ClientStream, Phase, StreamSpec
 from router.tenants import Tenant, Tenants
 from router.text.model import TextModel
+from router.traffic import Passage, Traffic
 from seams.clock import Clock
 from seams.errors import (
     BanyanError,
@@ -83,15 +84,22 @@ class Api(api_pb2_grpc.BanyanServicer):
         self._idle = asyncio.Event()
         self._idle.set()
         self._started_s = clock.now()
+        self.traffic = Traffic()
         self._stopping = False
 
     # ---- Generate --------------------------------------------------------------------------------
 
     async def Generate(self, request: api_pb2.GenerateRequest, context: Context) -> None:
         """Streams one answer; see proto/banyan/v1/api.proto for what the client may rely on."""
-        await self._ended_with_status(context, self._generate(request, context))
+        await self._ended_with_status(context, self._counted(request, context))
 
-    async def _generate(self, request: api_pb2.GenerateRequest, context: Context) -> None:
+    async def _counted(self, request: api_pb2.GenerateRequest, context: Context) -> None:
+        with Passage(self.traffic, self._clock) as passage:
+            await self._generate(request, context, passage)
+
+    async def _generate(
+        self, request: api_pb2.GenerateRequest, context: Context, passage: Passage
+    ) -> None:
         if self._stopping:
             raise NoReplica(STOPPING)
         if self._calls >= self._config.streams_max:
@@ -99,13 +107,15 @@ class Api(api_pb2_grpc.BanyanServicer):
         self._calls += 1
         self._idle.clear()
         try:
-            await self._serve(request, context)
+            await self._serve(request, context, passage)
         finally:
             self._calls -= 1
             if not self._calls:
                 self._idle.set()
 
-    async def _serve(self, request: api_pb2.GenerateRequest, context: Context) -> None:
+    async def _serve(
+        self, request: api_pb2.GenerateRequest, context: Context, passage: Passage
+    ) -> None:
         deadline = Deadline(self._clock, context.time_remaining())
         spec = await self._spec(request, context, deadline)
         traceparent = metadata_of(context, "traceparent")[:256]
@@ -113,13 +123,17 @@ class Api(api_pb2_grpc.BanyanServicer):
             note(logging.DEBUG, "traced", request_id=spec.request_id, traceparent=traceparent)
             await context.send_initial_metadata((("traceparent", traceparent),))
         stream = ClientStream(spec, self._clock, max(2, self._fleet.replicas))
-        placed = partial(self._placed, spec.tenant)
+
+        def placed(placement: Placement) -> None:
+            passage.placed()
+            self._placed(spec.tenant, placement)
+
         relay = Relay(
             stream, self._core, self._fleet, deadline, self._config.queue_wait_s_max, placed
         )
         self._relays.add(relay)
         try:
-            await relay.run(_writer(context))
+            await relay.run(_writer(context, passage))
         finally:
             self._relays.discard(relay)
 
@@ -320,10 +334,26 @@ class Api(api_pb2_grpc.BanyanServicer):
         await self._ended_with_status(context, self._known_caller(context))
         return api_pb2.ClusterStateResponse(
             router=self._config.router,
-            uptime_s=self._clock.now() - self._started_s,
+            uptime_s=self.uptime_s,
             replicas=self._core.state(),
             index_blocks=self._core.index_blocks,
             streams_open=self._calls,
+        )
+
+    @property
+    def uptime_s(self) -> float:
+        """Since the router started."""
+        return self._clock.now() - self._started_s
+
+    def seen(self) -> Seen:
+        """What a scrape is written from."""
+        return Seen(
+            router=self._config.router,
+            uptime_s=self.uptime_s,
+            streams_open=self._calls,
+            index_blocks=self._core.index_blocks,
+            replicas=self._core.loads(),
+            traffic=self.traffic,
         )
 
     async def TextFiles(
@@ -373,8 +403,11 @@ class Api(api_pb2_grpc.BanyanServicer):
             self._fleet.wake()
 
 
-def _writer(context: Context) -> Callable[[api_pb2.GenerateResponse], Awaitable[None]]:
+def _writer(
+    context: Context, passage: Passage
+) -> Callable[[api_pb2.GenerateResponse], Awaitable[None]]:
     async def write(response: api_pb2.GenerateResponse) -> None:
+        passage.deliver(response)
         try:
             await context.write(response)
         except Exception:  # the library has no public class for it: the client is gone

@@ -297,7 +297,7 @@ class Fleet(internal_pb2_grpc.FleetServicer):
             while session.open:
                 async with asyncio.timeout(silence_s):
                     up = await context.read()
-                if up is EOF:
+                if up is EOF or not session.open:  # a newer session's figures are newer as well
                     return
                 check_message(up)
                 if up.HasField("heartbeat"):

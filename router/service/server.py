@@ -1,4 +1,4 @@
-"""RouterServer: both ports, the clock's tick, health, and an orderly stop."""
+"""RouterServer: its ports, the clock's tick, health, and an orderly stop."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from grpc_reflection.v1alpha import reflection
 
 from banyan.v1 import api_pb2, api_pb2_grpc, internal_pb2, internal_pb2_grpc
 from router.config import RouterConfig
+from router.metrics import exposition
 from router.placement import Core
 from router.service.api import Api
 from router.service.fleet import Fleet
 from router.service.logs import note, where
+from router.service.metrics_server import MetricsServer
 from seams.clock import Clock
 from seams.errors import LaunchError
 from seams.limits import MESSAGE_BYTES_MAX
@@ -50,33 +52,40 @@ def bind(server: grpc.aio.Server, address: str) -> str:
 
 
 class RouterServer:
-    """One router. `listen` and `internal` hold the real addresses once it is started."""
+    """One router. `listen`, `internal` and `metrics` hold the real addresses once it is started;
+    `metrics` is "" if none was asked for."""
 
     def __init__(
         self, config: RouterConfig, secret: bytes, core: Core, clock: Clock, rng: Rng
     ) -> None:
         self.listen = ""
         self.internal = ""
+        self.metrics = ""
         self._config = config
         self._core = core
         self._clock = clock
         self._fleet = Fleet(config, secret, core, clock, rng)
         self._api = Api(config, secret, core, self._fleet, clock, rng)
+        self._scraped = MetricsServer(lambda: exposition(self._api.seen()))
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._ready = False
         self._servers: list[grpc.aio.Server] = []
         self._ticker: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Listen on both ports. Raises LaunchError; then nothing is left behind."""
+        """Listen on all ports. Raises LaunchError; then nothing is left behind."""
         public, internal = self._public(), self._internal()
         self.listen = bind(public, self._config.listen)
         self.internal = bind(internal, self._config.internal)
+        if self._config.metrics:
+            self.metrics = self._scraped.bind(self._config.metrics)
         await self._health.set("", _Status.SERVING)
         await self._health.set("ready", _Status.NOT_SERVING)
         for server in (public, internal):
             await server.start()
             self._servers.append(server)
+        if self.metrics:
+            await self._scraped.start()
         self._ticker = asyncio.create_task(self._keep_time())
 
     async def broken(self) -> None:
@@ -128,7 +137,7 @@ class RouterServer:
             await self._health.set("ready", _Status.SERVING if ready else _Status.NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
-        """Readiness off, running streams end or are sent elsewhere, then both ports close."""
+        """Readiness off, running streams end or are sent elsewhere, then all ports close."""
         public, internal = self._servers
         if self._ticker is not None:
             self._ticker.cancel()
@@ -138,3 +147,4 @@ class RouterServer:
         await closing
         await self._fleet.close()
         await internal.stop(0)
+        await self._scraped.close()

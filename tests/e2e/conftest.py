@@ -54,7 +54,8 @@ def cluster(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """Two replicas in fp32, two routers, the real model."""
     home = tmp_path_factory.mktemp("home")
     options = ["--model", str(demo_model), "--replicas", "2", "--routers", "2", "--dtype", "fp32"]
-    done = run_banyan(home, "up", *options, "--listen", "127.0.0.1:0", "--device", "cpu", "--json")
+    options += ["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0", "--device", "cpu"]
+    done = run_banyan(home, "up", *options, "--json")
     try:
         assert done.returncode == 0, done.stdout + done.stderr + logs(home)
         print(f"up in {json.loads(done.stdout)['took_s']:.1f} s")
