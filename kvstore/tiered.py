@@ -12,7 +12,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
+from typing import Protocol, runtime_checkable
 
 from kernels.cold import ColdCodec
 from kvstore.fetch import FETCH_S_MAX, LEVELS, Fetch, Level, Place, Row, TierOp
@@ -24,6 +26,15 @@ SINK_PAUSE_S = 1.0
 
 
 _Slot = tuple[bytes, int, int]
+
+
+@runtime_checkable
+class Evicting(Protocol):
+    """A tier that says what is gone from it."""
+
+    def hear_evicted(self, on_evicted: Callable[[list[BlockName]], None]) -> None:
+        """From now on, on any thread, outside its locks."""
+        ...
 
 
 class TieredStore:
@@ -54,7 +65,10 @@ class TieredStore:
         self._filling: set[_Slot] = set()  # slots of ours in the host tier
         self._sinking: dict[_Slot, list[int]] = {}  # -> answers to come, tiers that have it
         self._sink_again_s = 0.0
-        host.hear_evicted(self._evicted)
+        host.hear_evicted(partial(self._note, Level.HOST, False))
+        disk = self.lower.get(Level.DISK)
+        if disk is not None and isinstance(disk.tier, Evicting):
+            disk.tier.hear_evicted(partial(self._note, Level.DISK, False))
 
     # --- down --------------------------------------------------------------------------------
 
@@ -96,11 +110,15 @@ class TieredStore:
             sinking = _Sinking(self, level)
             queue.store([StoreJob(name, sinking.source, sinking.done) for name in names])
 
+    def sinks(self, name: BlockName, level: Level) -> None:
+        """A lower tier is about to get a block: said now, before it can evict it again."""
+        self._note(level, True, [name])
+
     def sank(self, name: BlockName, level: Level, status: Status) -> None:
         """A lower tier has answered for a block. Clean once all have and one has it: it may then
         leave host memory without being lost."""
-        if status is Status.OK:
-            self._note(level, True, [name])
+        if status is not Status.OK:
+            self._note(level, False, [name])
         with self._lock:
             answers = self._sinking[_slot(name)]
             answers[0] -= 1
@@ -363,9 +381,6 @@ class TieredStore:
             queue.close()
         self.host.close()
 
-    def _evicted(self, names: list[BlockName]) -> None:
-        self._note(Level.HOST, False, names)
-
     def _note(self, level: Level, stored: bool, names: Sequence[BlockName]) -> None:
         """One op per group and run; a block is said to be there by its first rank."""
         if not names:
@@ -388,6 +403,7 @@ class _Sinking:
         view = self._store.host.pin(name)
         if view is not None:
             self._pinned.add(_slot(name))
+            self._store.sinks(name, self._level)
         return view
 
     def done(self, name: BlockName, status: Status) -> None:

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -80,6 +80,7 @@ class NvmeTier:
         """`folder` replaces the directory's; without `tended` the caller calls `tend` itself."""
         assert sizes and all(size > 0 for size in sizes.values())
         self._clock: Clock = clock or SystemClock()
+        self._on_evicted: Callable[[list[BlockName]], None] | None = None
         self._capacity_bytes = capacity_bytes
         self._representation = representation
         self._sizes = dict(sizes)
@@ -120,6 +121,21 @@ class NvmeTier:
                 "%d files in the disk tier's directory are not its own", self._found.unknown_files
             )
 
+    def hear_evicted(self, on_evicted: Callable[[list[BlockName]], None]) -> None:
+        """Tell `on_evicted`, outside the lock, of every block that is gone from now on, whatever
+        the reason; what goes with `close` is not."""
+        self._on_evicted = on_evicted
+        with self._lock:
+            self._index.watch()
+
+    def _tell(self) -> None:
+        if self._on_evicted is None:
+            return
+        with self._lock:
+            gone = self._index.drain_gone()
+        if gone:
+            self._on_evicted(gone)
+
     # ---- the tier contract
 
     @property
@@ -138,6 +154,7 @@ class NvmeTier:
         statuses = LoadCall(self._disk, names, into, began + deadline_s).run()
         with self._lock:
             self._disk.stats.load_s += self._clock.now() - began
+        self._tell()
         return statuses
 
     def store(
@@ -150,6 +167,7 @@ class NvmeTier:
             stats.store_s += self._clock.now() - began
             stats.dropped += statuses.count(Status.DROPPED)
             stats.failed += statuses.count(Status.FAILED) + statuses.count(Status.LATE)
+        self._tell()
         return statuses
 
     def discard(self, names: Sequence[BlockName]) -> None:
@@ -165,6 +183,7 @@ class NvmeTier:
                 with suppress(OSError):  # at worst a later start finds it again
                     self._io.erase(entry.segment.device, entry.segment.offset(entry.slot))
             self._supply.release([(entry.segment, entry.slot)])
+        self._tell()
 
     def names(self) -> list[BlockName]:
         with self._lock:
@@ -184,6 +203,7 @@ class NvmeTier:
             self._supply.evicted = evicted
         with suppress(OSError):
             self._folder.remove(nvme_start.INDEX_NAME)
+        self._tell()
 
     def stats(self) -> TierStats:
         with self._lock:
@@ -261,6 +281,7 @@ class NvmeTier:
                     corrupt[fault] += 1
                     self._supply.drop(entry)
             self._supply.release([(entry.segment, entry.slot)])
+        self._tell()
         return checked, corrupt
 
     def _fault(self, entry: Entry) -> str | None:
@@ -296,6 +317,7 @@ class NvmeTier:
     def tend(self) -> None:
         """Do what is due: give room back that others need, write a snapshot."""
         self._supply.hold_floor()
+        self._tell()
         due = self._clock.now() - self._saved_at >= SNAPSHOT_S
         if due and self._saved_seq != self._disk.seq:
             self.snapshot()

@@ -75,6 +75,7 @@ class SlotIndex:
         self._uses = itertools.count(1)
         self._pushes = itertools.count()
         self.bytes = 0  # of the slots taken
+        self._gone: list[BlockName] | None = None
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -82,6 +83,17 @@ class SlotIndex:
     def get(self, identity: bytes) -> Entry | None:
         """The entry of a record. Counts as no use."""
         return self._entries.get(identity)
+
+    def watch(self) -> None:
+        """From now on remember what is removed, for `drain_gone`."""
+        self._gone = self._gone or []
+
+    def drain_gone(self) -> list[BlockName]:
+        """What was removed since the last call, in order; nothing unless watched."""
+        if not self._gone:
+            return []
+        gone, self._gone = self._gone, []
+        return gone
 
     def entries(self) -> list[Entry]:
         """All, in no order; the list is the caller's."""
@@ -109,6 +121,8 @@ class SlotIndex:
     def remove(self, entry: Entry) -> None:
         """Take a record away; its parent counts as used no earlier than it was."""
         assert self.holds(entry)
+        if self._gone is not None:
+            self._gone.append(entry.name)
         del self._entries[entry.id]
         self.bytes -= entry.segment.slot_bytes
         parent_id = entry.parent_id

@@ -2,6 +2,7 @@
 
 import random
 import time
+from pathlib import Path
 
 import pytest
 from dict_tier import DictTier
@@ -10,6 +11,7 @@ from engine_rig import BLOCK, Rig, request, tokens
 from kvstore.fetch import Level
 from kvstore.tiered import TieredStore
 from kvstore.tiers.host import HostTier
+from kvstore.tiers.nvme import NvmeTier
 from kvstore.tiers.queue import TierQueue
 from seams.clock import SystemClock
 from worker.engine.core import EngineCore
@@ -260,6 +262,31 @@ def test_a_frozen_tier_holds_nobody_up(name: str) -> None:
     rig.assert_exact()
     assert took_s < 3.0
     tier.frozen.clear()
+    rig.close()
+
+
+def test_what_a_full_disk_loses_is_told(tmp_path: Path) -> None:
+    """A disk of a few blocks evicts all the time: routers hear of it."""
+    rig = TierRig(host=400)
+    sizes = {0: rig.model.spec.groups[0].block_bytes}
+    disk = NvmeTier(
+        tmp_path / "disk", 3 << 20, rig.model.spec.representation.id, sizes,
+        free_space_floor_bytes=0,
+    )  # fmt: skip
+    rig.store = TieredStore(rig.host, [TierQueue(disk, threads=2)])
+    rig.model._pools = []
+    rig.core = EngineCore(rig.model, rig.config, rig.clock, tiers=rig.store)
+    held: set[bytes] = set()
+    for i in range(40):
+        rig.submit(request(f"r{i}", tokens(60, i), 1))
+        rig.run()
+        rig.store.flush(5.0)
+        for op in rig.core._tiers.take_ops():
+            if op.tier == int(Level.DISK):
+                change = held.update if op.kind is CacheOpKind.STORED else held.difference_update
+                change(op.keys)
+    assert disk.stats().evicted > 0
+    assert held == {name.key for name in disk.names()}
     rig.close()
 
 
