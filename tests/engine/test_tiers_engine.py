@@ -277,14 +277,20 @@ def test_what_a_full_disk_loses_is_told(tmp_path: Path) -> None:
     rig.model._pools = []
     rig.core = EngineCore(rig.model, rig.config, rig.clock, tiers=rig.store)
     held: set[bytes] = set()
-    for i in range(40):
-        rig.submit(request(f"r{i}", tokens(60, i), 1))
-        rig.run()
-        rig.store.flush(5.0)
-        for op in rig.core._tiers.take_ops():
+
+    def apply(ops) -> None:
+        for op in ops:
             if op.tier == int(Level.DISK):
                 change = held.update if op.kind is CacheOpKind.STORED else held.difference_update
                 change(op.keys)
+
+    for i in range(40):
+        rig.submit(request(f"r{i}", tokens(60, i), 1))
+        while rig.core.has_work():
+            output = rig.step()
+            apply(output.cache_ops if output else ())
+        rig.store.flush(5.0)
+    apply(rig.core._tiers.take_ops())
     assert disk.stats().evicted > 0
     assert held == {name.key for name in disk.names()}
     rig.close()
