@@ -21,7 +21,7 @@ from kernels.layout import DTYPES, PageLayout
 from kernels.triton_rows import RowAttention
 
 ROWS = 150
-MATRICES = ((96, 64, False), (70, 130, True), (33, 17, True), (130, 576, False))
+MATRICES = ((96, 64, False), (70, 130, True), (33, 17, True))
 WIDTHS = (8, 100, 1000, 2100)
 # Keys of each sequence, and how many of its last positions are rows: over a split of the keys.
 SEQUENCES = ((525, 30), (40, 40), (17, 1), (130, 20))
@@ -48,7 +48,7 @@ def attention_errors(dtype: str, first: int, count: int) -> list[dict[str, float
 def companies(rows: int) -> Iterator[slice]:
     """Numbers of rows on both sides of a tile's, wherever they begin."""
     for count in (1, 16, 17, 64, 65, 129):
-        for first in {0, 5, rows - count}:
+        for first in (5, rows - count):
             yield slice(first, first + count)
 
 
@@ -122,9 +122,8 @@ def schedules() -> dict[str, list[Parts]]:
         ]
 
     return {
-        "one by one": chunks(1)[::5],
+        "one by one": chunks(1)[::9],
         "chunks of 7": chunks(7),
-        "chunks of 22": chunks(22),
         "all at once": [whole],
         "all at once, backwards": [whole[::-1]],
         "decode beside prefill": [
