@@ -29,11 +29,11 @@ _Slot = tuple[bytes, int, int]
 
 
 @runtime_checkable
-class Evicting(Protocol):
-    """A tier that says what is gone from it."""
+class Telling(Protocol):
+    """A tier that says itself what it gained and lost."""
 
-    def hear_evicted(self, on_evicted: Callable[[list[BlockName]], None]) -> None:
-        """From now on, on any thread, outside its locks."""
+    def hear(self, on_change: Callable[[bool, list[BlockName]], None]) -> None:
+        """(gained, names) in order from now on, on any thread, outside its locks."""
         ...
 
 
@@ -66,9 +66,9 @@ class TieredStore:
         self._sinking: dict[_Slot, list[int]] = {}  # -> answers to come, tiers that have it
         self._sink_again_s = 0.0
         host.hear_evicted(partial(self._note, Level.HOST, False))
-        disk = self.lower.get(Level.DISK)
-        if disk is not None and isinstance(disk.tier, Evicting):
-            disk.tier.hear_evicted(partial(self._note, Level.DISK, False))
+        for level, queue in self.lower.items():
+            if isinstance(queue.tier, Telling):
+                queue.tier.hear(partial(self._note, level))
 
     # --- down --------------------------------------------------------------------------------
 
@@ -84,7 +84,9 @@ class TieredStore:
             fresh, [self._encoded(name.group, block) for name, block in new], FETCH_S_MAX
         )
         lost = [n for n, status in zip(fresh, statuses, strict=True) if status is not Status.OK]
-        self._note(Level.HOST, False, lost)
+        there = self.host.lookup(lost, 0.0)  # another thread may have brought it up meanwhile
+        gone = [name for name, found in zip(lost, there, strict=True) if not found]
+        self._note(Level.HOST, False, gone)
         self.sink()
 
     def _encoded(self, group: int, block: memoryview) -> memoryview:
@@ -110,15 +112,11 @@ class TieredStore:
             sinking = _Sinking(self, level)
             queue.store([StoreJob(name, sinking.source, sinking.done) for name in names])
 
-    def sinks(self, name: BlockName, level: Level) -> None:
-        """A lower tier is about to get a block: said now, before it can evict it again."""
-        self._note(level, True, [name])
-
     def sank(self, name: BlockName, level: Level, status: Status) -> None:
         """A lower tier has answered for a block. Clean once all have and one has it: it may then
         leave host memory without being lost."""
-        if status is not Status.OK:
-            self._note(level, False, [name])
+        if status is Status.OK and not isinstance(self.lower[level].tier, Telling):
+            self._note(level, True, [name])
         with self._lock:
             answers = self._sinking[_slot(name)]
             answers[0] -= 1
@@ -134,14 +132,17 @@ class TieredStore:
     def flush(self, timeout_s: float) -> bool:
         """Sink everything that is dirty; False if that took longer."""
         end = time.monotonic() + timeout_s
-        while self.lower and self.host.coldest_dirty(1):
+        while True:
             self.sink()
             drained = all(q.drain(end - time.monotonic()) for q in self.lower.values())
-            if not drained or time.monotonic() >= end:
+            if not drained:
+                return False
+            if not self.lower or not self.host.coldest_dirty(1):
+                return True
+            if time.monotonic() >= end:
                 return False
             if time.monotonic() < self._sink_again_s:  # nobody takes anything now
                 time.sleep(min(0.05, timeout_s))
-        return True
 
     # --- up ----------------------------------------------------------------------------------
 
@@ -403,7 +404,6 @@ class _Sinking:
         view = self._store.host.pin(name)
         if view is not None:
             self._pinned.add(_slot(name))
-            self._store.sinks(name, self._level)
         return view
 
     def done(self, name: BlockName, status: Status) -> None:

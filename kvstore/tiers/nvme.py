@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 from kvstore.tiers import nvme_start
@@ -80,7 +82,8 @@ class NvmeTier:
         """`folder` replaces the directory's; without `tended` the caller calls `tend` itself."""
         assert sizes and all(size > 0 for size in sizes.values())
         self._clock: Clock = clock or SystemClock()
-        self._on_evicted: Callable[[list[BlockName]], None] | None = None
+        self._on_change: Callable[[bool, list[BlockName]], None] | None = None
+        self._telling = threading.Lock()
         self._capacity_bytes = capacity_bytes
         self._representation = representation
         self._sizes = dict(sizes)
@@ -121,20 +124,22 @@ class NvmeTier:
                 "%d files in the disk tier's directory are not its own", self._found.unknown_files
             )
 
-    def hear_evicted(self, on_evicted: Callable[[list[BlockName]], None]) -> None:
-        """Tell `on_evicted`, outside the lock, of every block that is gone from now on, whatever
-        the reason; what goes with `close` is not."""
-        self._on_evicted = on_evicted
+    def hear(self, on_change: Callable[[bool, list[BlockName]], None]) -> None:
+        """Tell `on_change` of every block that is there (True) or gone from now on, in the order in
+        which it happened, whatever the reason; what goes with `close` is not told. It is called
+        on any thread, outside the lock that other calls take, and must not call the tier."""
+        self._on_change = on_change
         with self._lock:
             self._index.watch()
 
     def _tell(self) -> None:
-        if self._on_evicted is None:
+        if self._on_change is None:
             return
-        with self._lock:
-            gone = self._index.drain_gone()
-        if gone:
-            self._on_evicted(gone)
+        with self._telling:  # over both, or two threads would tell in the wrong order
+            with self._lock:
+                changes = self._index.drain_changes()
+            for added, run in groupby(changes, key=itemgetter(0)):
+                self._on_change(added, [name for _, name in run])
 
     # ---- the tier contract
 

@@ -75,7 +75,7 @@ class SlotIndex:
         self._uses = itertools.count(1)
         self._pushes = itertools.count()
         self.bytes = 0  # of the slots taken
-        self._gone: list[BlockName] | None = None
+        self._changes: list[tuple[bool, BlockName]] | None = None
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -85,15 +85,15 @@ class SlotIndex:
         return self._entries.get(identity)
 
     def watch(self) -> None:
-        """From now on remember what is removed, for `drain_gone`."""
-        self._gone = self._gone or []
+        """From now on remember what is added and removed, for `drain_changes`."""
+        self._changes = self._changes or []
 
-    def drain_gone(self) -> list[BlockName]:
-        """What was removed since the last call, in order; nothing unless watched."""
-        if not self._gone:
+    def drain_changes(self) -> list[tuple[bool, BlockName]]:
+        """(added, name) since the last call, in order; nothing unless watched."""
+        if not self._changes:
             return []
-        gone, self._gone = self._gone, []
-        return gone
+        changes, self._changes = self._changes, []
+        return changes
 
     def entries(self) -> list[Entry]:
         """All, in no order; the list is the caller's."""
@@ -110,6 +110,8 @@ class SlotIndex:
     def insert(self, entry: Entry) -> None:
         """Add a record that is not there, as just used."""
         assert entry.id not in self._entries
+        if self._changes is not None:
+            self._changes.append((True, entry.name))
         self._entries[entry.id] = entry
         self.bytes += entry.segment.slot_bytes
         self.touch(entry)
@@ -121,8 +123,8 @@ class SlotIndex:
     def remove(self, entry: Entry) -> None:
         """Take a record away; its parent counts as used no earlier than it was."""
         assert self.holds(entry)
-        if self._gone is not None:
-            self._gone.append(entry.name)
+        if self._changes is not None:
+            self._changes.append((False, entry.name))
         del self._entries[entry.id]
         self.bytes -= entry.segment.slot_bytes
         parent_id = entry.parent_id
