@@ -3,7 +3,7 @@
 Split KV and reduce after FlashDecoding (Dao et al., 2023), but a sequence's keys are cut at fixed
 places, so its result does not depend on what else is in the batch. The query heads of a KV head are
 the rows of one matrix tile (at least 16, what a tensor core takes), so its keys are read once.
-With `aot` the only module that imports triton.
+Imported where a GPU computes, and by `aot`: importing triton takes a second.
 """
 
 # Parameters of @triton.jit functions are what Triton makes of them, not Python types.
