@@ -57,7 +57,7 @@ class Row:
 
 class Fetch:
     """The blocks of one prompt that are not on the device, per KV group; entry i of a row is block
-    `first + i`. Written by the store, read by the engine's thread.
+    `first + i`. Written by the store and, but for `front`, read by the engine's thread.
 
     What it says is ready may have been evicted since; what it says is absent may have come.
     """
@@ -74,7 +74,8 @@ class Fetch:
         self.asking = False
         self.asked_s = 0.0
         self.cancelled = False
-        self.front = first  # blocks before it are computed: nobody wants them any more
+        self.front = first  # blocks before it are computed: nobody wants them; the engine's
+        self.due: dict[int, int] = {}  # level -> TierQueue.due of our last load there
 
     @property
     def end(self) -> int:

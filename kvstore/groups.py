@@ -48,10 +48,18 @@ class Representation:
     calibration: str = ""  # hash of a codec's calibration file
     layout: str = "lkhtd"  # order of the dimensions inside a block
     rectangle: str = "all"  # which layers x heads a rank holds
+    numerics: str = ""  # whose arithmetic alone may have computed them; empty = anybody's
 
     @property
     def id(self) -> str:
         """Short, stable, equal only for equal representations."""
-        fields = (self.dtype, self.codec, self.calibration, self.layout, self.rectangle)
+        fields: tuple[str, ...] = (
+            self.dtype,
+            self.codec,
+            self.calibration,
+            self.layout,
+            self.rectangle,
+        )
+        fields += (self.numerics,) if self.numerics else ()
         framed = b"".join(len(f).to_bytes(4, "little") + f.encode() for f in fields)
         return f"{self.dtype}-{hashlib.sha256(framed).hexdigest()[:12]}"

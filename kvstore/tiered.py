@@ -18,12 +18,10 @@ from typing import Protocol, runtime_checkable
 
 from kernels.cold import ColdCodec
 from kvstore.fetch import FETCH_S_MAX, LEVELS, Fetch, Level, Place, Row, TierOp
-from kvstore.tiers.base import BlockName, Status, TierStats
+from kvstore.sinking import Sinker
+from kvstore.tiers.base import BlockName, Status, Tier, TierStats
 from kvstore.tiers.host import HostTier
-from kvstore.tiers.queue import LoadJob, LookupJob, StoreJob, TierQueue
-
-SINK_PAUSE_S = 1.0
-
+from kvstore.tiers.queue import LoadJob, LookupJob, TierQueue
 
 _Slot = tuple[bytes, int, int]
 
@@ -63,10 +61,10 @@ class TieredStore:
         self._coming: dict[_Slot, list[tuple[Fetch, int, int]]] = {}
         self._ops: list[TierOp] = []
         self._filling: set[_Slot] = set()  # slots of ours in the host tier
-        self._sinking: dict[_Slot, list[int]] = {}  # -> answers to come, tiers that have it
-        self._sink_again_s = 0.0
-        host.hear_evicted(partial(self._note, Level.HOST, False))
+        self._sinker = Sinker(host, self.lower, self._sank)
+        host.hear(partial(self._note, Level.HOST))
         for level, queue in self.lower.items():
+            queue.after_batch = self._moved
             if isinstance(queue.tier, Telling):
                 queue.tier.hear(partial(self._note, level))
 
@@ -78,16 +76,9 @@ class TieredStore:
         known = [name for name, found in zip(names, there, strict=True) if found]
         new = [(n, b) for n, b, found in zip(names, blocks, there, strict=True) if not found]
         self.host.touch(known)
-        fresh = [name for name, _ in new]
-        self._note(Level.HOST, True, fresh)  # before another thread can evict one of them
-        statuses = self.host.store(
-            fresh, [self._encoded(name.group, block) for name, block in new], FETCH_S_MAX
-        )
-        lost = [n for n, status in zip(fresh, statuses, strict=True) if status is not Status.OK]
-        there = self.host.lookup(lost, 0.0)  # another thread may have brought it up meanwhile
-        gone = [name for name, found in zip(lost, there, strict=True) if not found]
-        self._note(Level.HOST, False, gone)
-        self.sink()
+        encoded = [self._encoded(name.group, block) for name, block in new]
+        self.host.store([name for name, _ in new], encoded, FETCH_S_MAX)
+        self._sinker.sink()
 
     def _encoded(self, group: int, block: memoryview) -> memoryview:
         codec = self._codecs.get(group)
@@ -97,52 +88,13 @@ class TieredStore:
         codec.encode(block, encoded)
         return encoded
 
-    def sink(self) -> None:
-        """Queue what only host memory has for the lower tiers, coldest first, as they take it; for
-        a while after nobody took anything, nothing."""
-        if not self.lower or time.monotonic() < self._sink_again_s:
-            return
-        room = min(queue.stores_free() for queue in self.lower.values())
-        coldest = self.host.coldest_dirty(room)
-        with self._lock:  # parents first
-            names = [name for name in reversed(coldest) if _slot(name) not in self._sinking]
-            for name in names:
-                self._sinking[_slot(name)] = [len(self.lower), 0]
-        for level, queue in self.lower.items():
-            sinking = _Sinking(self, level)
-            queue.store([StoreJob(name, sinking.source, sinking.done) for name in names])
-
-    def sank(self, name: BlockName, level: Level, status: Status) -> None:
-        """A lower tier has answered for a block. Clean once all have and one has it: it may then
-        leave host memory without being lost."""
-        if status is Status.OK and not isinstance(self.lower[level].tier, Telling):
-            self._note(level, True, [name])
-        with self._lock:
-            answers = self._sinking[_slot(name)]
-            answers[0] -= 1
-            answers[1] += status is Status.OK
-            left, kept = answers
-            if left == 0:
-                del self._sinking[_slot(name)]
-        if left == 0 and kept:
-            self.host.mark_clean(name)
-        elif left == 0:
-            self._sink_again_s = time.monotonic() + SINK_PAUSE_S
-
     def flush(self, timeout_s: float) -> bool:
-        """Sink everything that is dirty; False if that took longer."""
-        end = time.monotonic() + timeout_s
-        while True:
-            self.sink()
-            drained = all(q.drain(end - time.monotonic()) for q in self.lower.values())
-            if not drained:
-                return False
-            if not self.lower or not self.host.coldest_dirty(1):
-                return True
-            if time.monotonic() >= end:
-                return False
-            if time.monotonic() < self._sink_again_s:  # nobody takes anything now
-                time.sleep(min(0.05, timeout_s))
+        """Let everything sink that only host memory has; False if that took longer."""
+        return self._sinker.flush(timeout_s)
+
+    def _sank(self, name: BlockName, level: Level) -> None:
+        if not isinstance(self.lower[level].tier, Telling):
+            self._note(level, True, [name])
 
     # --- up ----------------------------------------------------------------------------------
 
@@ -154,43 +106,57 @@ class TieredStore:
         return fetch
 
     def refresh(self, fetch: Fetch, block: int) -> None:
-        """Look again, from `block` on, for what is not on its way."""
-        end = fetch.end
+        """Look again, from `block` on, for what is not on its way. O(blocks), no IO."""
+        fetch.began_s = time.monotonic()
+        end = len(fetch.places[0])
+        near: list[int] = []  # per group: where what is worth a load begins
         for group, row in enumerate(fetch.rows):
-            for at in range(end - fetch.first - 1, max(0, block - fetch.first) - 1, -1):
-                if fetch.places[group][at] in (Place.ABSENT, Place.READY):
-                    near = row.window == 0 or at >= end - fetch.first - row.window
-                    self._seek(fetch, group, at, near)
+            near.append(end - row.window if row.window else 0)
+            self._seek(fetch, group, max(0, block - fetch.first), near[-1])
             if group == 0:  # windows reach back from the last block that there is
                 held = [at for at, place in enumerate(fetch.places[0]) if place]
-                end = fetch.first + (held[-1] + 1 if held else 0)
-        self._ask(fetch)
+                end = held[-1] + 1 if held else 0
+        self._ask(fetch, near)
 
-    def _seek(self, fetch: Fetch, group: int, at: int, near: bool) -> None:
-        """Where a block of a fetch is, without any IO; `near` ones start their way up from disk."""
-        names = self._not_in_host(fetch, group, at)
-        if not names:
-            fetch.sources[group][at] = fetch.sources[group][at] or Level.HOST
-            fetch.places[group][at] = Place.READY
-            return
-        fetch.places[group][at] = Place.ABSENT
+    def _seek(self, fetch: Fetch, group: int, start: int, near: int) -> None:
+        """Where the blocks of a row from entry `start` on are; those from `near` on that a disk has
+        start their way up, last first."""
+        row, places = fetch.rows[group], fetch.places[group]
+        looked = [
+            at
+            for at in range(start, len(places))
+            if places[at] == Place.ABSENT or places[at] == Place.READY
+        ]
+        missing = self._missing(self.host, row, looked)
+        for at in looked:
+            places[at] = Place.ABSENT if at in missing else Place.READY
+            if at not in missing:
+                fetch.sources[group][at] = fetch.sources[group][at] or Level.HOST
         disk = self.lower.get(Level.DISK)
-        if near and disk is not None and all(disk.tier.lookup(names, 0.0)):
-            self._bring(fetch, group, at, names, Level.DISK)
+        wanted = [at for at in looked if at in missing and at >= near]
+        if disk is None or not wanted:
+            return
+        nowhere = self._missing(disk.tier, row, wanted)
+        found = [at for at in wanted if not set(nowhere.get(at, ())) & set(missing[at])]
+        self._bring(fetch, group, {at: missing[at] for at in reversed(found)}, Level.DISK)
 
-    def _not_in_host(self, fetch: Fetch, group: int, at: int) -> list[BlockName]:
-        names = fetch.rows[group].names[at]
-        there = self.host.lookup(names, 0.0)
-        return [name for name, found in zip(names, there, strict=True) if not found]
+    @staticmethod
+    def _missing(tier: Tier, row: Row, entries: Sequence[int]) -> dict[int, list[BlockName]]:
+        """Of these entries of a row those that the tier has not, or not on all ranks: what it has
+        not. One call to the tier, which answers from memory."""
+        names = [name for at in entries for name in row.names[at]]
+        there = iter(tier.lookup(names, 0.0))
+        absent = {at: [name for name in row.names[at] if not next(there)] for at in entries}
+        return {at: found for at, found in absent.items() if found}
 
-    def _ask(self, fetch: Fetch) -> None:
-        """Ask the shared tier for all that is absent, in one call."""
+    def _ask(self, fetch: Fetch, near: Sequence[int]) -> None:
+        """Ask the shared tier for all that is absent and worth a load, in one call."""
         shared = self.lower.get(Level.SHARED)
         absent = [
             (group, at)
             for group, places in enumerate(fetch.places)
             for at, place in enumerate(places)
-            if place == Place.ABSENT
+            if place == Place.ABSENT and at >= near[group]
         ]
         if shared is None or not absent or fetch.asking:
             return
@@ -201,35 +167,41 @@ class TieredStore:
 
         def answered(_: list[BlockName], found: list[bool]) -> None:
             answers = iter(found)
-            there = [
-                all(list(islice(answers, len(fetch.rows[group].names[at])))) for group, at in absent
-            ]
-            for (group, at), found_all in zip(reversed(absent), reversed(there), strict=True):
-                if found_all and not fetch.cancelled:
-                    missing = self._not_in_host(fetch, group, at)
-                    self._bring(fetch, group, at, missing, Level.SHARED)
-                else:
+            there = {
+                (group, at): all(list(islice(answers, len(fetch.rows[group].names[at]))))
+                for group, at in absent
+            }
+            for group, row in enumerate(fetch.rows):
+                mine = [at for one, at in absent if one == group]
+                held = [at for at in mine if there[group, at] and not fetch.cancelled]
+                for at in mine:
                     fetch.places[group][at] = Place.ABSENT
+                missing = self._missing(self.host, row, held)
+                wanted = {at: missing.get(at, []) for at in reversed(held)}
+                self._bring(fetch, group, wanted, Level.SHARED)
             fetch.asking = False
             self._moved()
 
-        shared.lookup(LookupJob(names, answered))
+        shared.lookup(LookupJob(names, answered, lambda: not fetch.cancelled))
 
     def _bring(
-        self, fetch: Fetch, group: int, at: int, names: list[BlockName], level: Level
+        self, fetch: Fetch, group: int, wanted: Mapping[int, list[BlockName]], level: Level
     ) -> None:
-        """Queue the loads of a block's missing names, or wait for those of another fetch."""
-        fetch.sources[group][at] = level
-        fetch.places[group][at] = Place.COMING if names else Place.READY
+        """Queue the loads of entries' missing names in this order, or wait for those of another
+        fetch."""
         begun: list[BlockName] = []
         with self._lock:
-            fetch.missing[group][at] = len(names)
-            for name in names:
-                waiting = self._coming.setdefault(_slot(name), [])
-                if not waiting:
-                    begun.append(name)
-                waiting.append((fetch, group, at))
+            for at, names in wanted.items():
+                fetch.sources[group][at] = level
+                fetch.places[group][at] = Place.COMING if names else Place.READY
+                fetch.missing[group][at] = len(names)
+                for name in names:
+                    waiting = self._coming.setdefault(_slot(name), [])
+                    if not waiting:
+                        begun.append(name)
+                    waiting.append((fetch, group, at))
         self.lower[level].load([LoadJob(name, self._placed, self._came) for name in begun])
+        fetch.due[level] = self.lower[level].due()
 
     def _placed(self, name: BlockName) -> memoryview | None:
         """Room in host memory for a block whose turn it is, if anybody still wants it."""
@@ -250,8 +222,6 @@ class TieredStore:
             filling = _slot(name) in self._filling
             self._filling.discard(_slot(name))
         if filling:
-            if ok:
-                self._note(Level.HOST, True, [name])
             self.host.finish(name, ok)
         ok = ok or self.host.lookup((name,), 0.0)[0]
         with self._lock:
@@ -261,7 +231,6 @@ class TieredStore:
                     fetch.places[group][at] = Place.ABSENT
                 elif not fetch.missing[group][at] and fetch.places[group][at] == Place.COMING:
                     fetch.places[group][at] = Place.READY
-        self._moved()
 
     def _moved(self) -> None:
         self.moves += 1
@@ -284,7 +253,8 @@ class TieredStore:
                 elif places[at] == Place.ASKED and group == 0:
                     asked += 1
             for level, count in counts.items():
-                total_s += self.lower[Level(level)].estimate_s(count, size)
+                due = fetch.due.get(level, 0)
+                total_s += self.lower[Level(level)].estimate_s(count, due, size)
         if asked:
             silent_s = time.monotonic() - fetch.asked_s
             total_s += max(self.lower[Level.SHARED].lookup_s, silent_s)
@@ -383,35 +353,16 @@ class TieredStore:
         self.host.close()
 
     def _note(self, level: Level, stored: bool, names: Sequence[BlockName]) -> None:
-        """One op per group and run; a block is said to be there by its first rank."""
-        if not names:
-            return
+        """One op per group; a block is said to be there by its first rank. Wakes whoever tells."""
         with self._lock:
+            first = not self._ops
             for group in {name.group for name in names}:
                 keys = tuple(n.key for n in names if n.group == group and n.rank == 0)
                 if keys:
                     self._ops.append(TierOp(level, stored, group, keys))
-
-
-class _Sinking:
-    """Blocks on their way from host memory to one lower tier, pinned while it reads them."""
-
-    def __init__(self, store: TieredStore, level: Level) -> None:
-        self._store, self._level = store, level
-        self._pinned: set[_Slot] = set()
-
-    def source(self, name: BlockName) -> memoryview | None:
-        view = self._store.host.pin(name)
-        if view is not None:
-            self._pinned.add(_slot(name))
-        return view
-
-    def done(self, name: BlockName, status: Status) -> None:
-        slot = _slot(name)
-        if slot in self._pinned:
-            self._pinned.discard(slot)
-            self._store.host.unpin(name)
-        self._store.sank(name, self._level, status)
+            first = first and bool(self._ops)
+        if first:
+            self.wake()
 
 
 def _slot(name: BlockName) -> _Slot:

@@ -17,6 +17,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +31,7 @@ DIRTY_MAX_SHARE = 0.5
 PREFAULT_BYTES = 4 << 20  # a step of the background thread: the longest that `close` waits for it
 MADV_POPULATE_WRITE = 23  # Linux 5.14; elsewhere a first store touches the memory itself
 
-OnEvicted = Callable[[list[BlockName]], None]
+OnChange = Callable[[bool, list[BlockName]], None]
 
 
 class HostTier:
@@ -37,8 +39,8 @@ class HostTier:
 
     A slot is rounded up to 4 KiB. `write_back`: a stored block is dirty until `mark_clean`, that
     is, some lower tier is meant to get it; False where there is none. `verify` keeps an xxh3 of
-    each block and checks it at each load. `on_evicted` hears, outside the lock, of every block that
-    left, whatever the reason.
+    each block and checks it at each load. `on_change` hears, outside the lock and in order, of all
+    blocks that are there now (True) or gone, whatever the reason; it must not store or load.
     """
 
     def __init__(
@@ -50,12 +52,13 @@ class HostTier:
         dirty_max_share: float = DIRTY_MAX_SHARE,
         verify: bool = False,
         prefault: bool = True,
-        on_evicted: OnEvicted | None = None,
+        on_change: OnChange | None = None,
     ) -> None:
         self._sizes = dict(sizes)
         self._write_back = write_back
         self._verify = verify
-        self._on_evicted = on_evicted
+        self._on_change = on_change
+        self._telling = threading.Lock()
         self._lock = threading.Lock()
         self._table = SlotTable(sizes, capacity_bytes, dirty_max_share)
         assert self._table.arena_bytes > 0, "not even one block fits"
@@ -88,9 +91,9 @@ class HostTier:
         """Of slots that no lower tier has."""
         return self._table.dirty_bytes
 
-    def hear_evicted(self, on_evicted: OnEvicted) -> None:
-        """Tell `on_evicted`, and nobody else, of what leaves from now on."""
-        self._on_evicted = on_evicted
+    def hear(self, on_change: OnChange) -> None:
+        """Tell `on_change`, and nobody else, of what comes and leaves from now on, in order."""
+        self._on_change = on_change
 
     # ---- the tier contract
 
@@ -120,8 +123,7 @@ class HostTier:
                     self._stats.corrupt[cause] += 1
             self._end_load(slots, statuses)
             self._stats.load_s += time.monotonic() - start
-            gone = table.drain_gone()
-        self._tell(gone)
+        self._tell()
         return statuses
 
     def store(
@@ -151,15 +153,13 @@ class HostTier:
         with self._lock:
             self._end_store(taken, there, statuses)
             self._stats.store_s += time.monotonic() - start
-            gone = table.drain_gone()
-        self._tell(gone)
+        self._tell()
         return statuses
 
     def discard(self, names: Sequence[BlockName]) -> None:
         with self._lock:
             self._table.discard(names)
-            gone = self._table.drain_gone()
-        self._tell(gone)
+        self._tell()
 
     def names(self) -> list[BlockName]:
         with self._lock:
@@ -168,8 +168,7 @@ class HostTier:
     def clear(self) -> None:
         with self._lock:
             self._table.clear()
-            gone = self._table.drain_gone()
-        self._tell(gone)
+        self._tell()
 
     def stats(self) -> TierStats:
         with self._lock:
@@ -186,7 +185,7 @@ class HostTier:
         with self._lock:
             self._closed.set()
             self._table.clear()
-            self._table.drain_gone()
+            self._table.drain_changes()
             self._bytes, self._arena = np.empty(0, np.uint8), memoryview(b"")
         if self._prefault.is_alive():
             self._prefault.join()
@@ -199,8 +198,7 @@ class HostTier:
         with self._lock:
             slot = None if self._closed.is_set() else self._table.take(name)
             view = None if slot is None else self._view(slot)
-            gone = self._table.drain_gone()
-        self._tell(gone)
+        self._tell()
         return view
 
     def finish(self, name: BlockName, ok: bool) -> None:
@@ -214,6 +212,7 @@ class HostTier:
             slot.xxh3 = xxh3_64_intdigest(view)
         with self._lock:
             self._table.finish(slot, ok, dirty=False)
+        self._tell()
 
     def touch(self, names: Sequence[BlockName]) -> None:
         """These were used just now, parents first; those that are not here are ignored."""
@@ -319,9 +318,13 @@ class HostTier:
         for slot in there:
             table.unpin(slot)
 
-    def _tell(self, gone: list[BlockName]) -> None:
-        if gone and self._on_evicted is not None:
-            self._on_evicted(gone)
+    def _tell(self) -> None:
+        with self._telling:  # over both, or two threads would tell in the wrong order
+            with self._lock:
+                changes = self._table.drain_changes()
+            if self._on_change is not None:
+                for added, run in groupby(changes, key=itemgetter(0)):
+                    self._on_change(added, [name for _, name in run])
 
 
 def _arena(size: int) -> memoryview:

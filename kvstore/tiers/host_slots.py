@@ -170,7 +170,7 @@ class SlotTable:
         self._unsaved = _Coldest(lambda slot: slot.dirty and self._is_idle(slot))
         self._tick = 0
         self._dirty_bytes_max = int(dirty_max_share * self.arena_bytes)
-        self._gone: list[BlockName] = []
+        self._changes: list[tuple[bool, BlockName]] = []
         self.held_bytes = 0  # slots in _slots
         self.dirty_bytes = 0
         self.evicted = 0
@@ -268,6 +268,7 @@ class SlotTable:
         assert slot.pins > 0 and slot.state in (FILLING, DOOMED)
         if ok and slot.state == FILLING:
             slot.state, slot.dirty = VALID, dirty
+            self._changes.append((True, slot.name))
             self.dirty_bytes += slot.slab.slot_bytes if dirty else 0
             self.unpin(slot)
             return True
@@ -280,7 +281,7 @@ class SlotTable:
     def forget(self, slot: Slot) -> None:
         """Not findable from now on; empty as soon as nobody uses it."""
         if slot.state == VALID:
-            self._gone.append(slot.name)
+            self._changes.append((False, slot.name))
             self._saved(slot)
         slot.state = DOOMED
         if slot.pins == 0:
@@ -298,10 +299,10 @@ class SlotTable:
         for slot in list(self._slots.values()):
             self.forget(slot)
 
-    def drain_gone(self) -> list[BlockName]:
-        """The blocks that were VALID and left since the last call."""
-        gone, self._gone = self._gone, []
-        return gone
+    def drain_changes(self) -> list[tuple[bool, BlockName]]:
+        """(added, name) of what became VALID or ceased to be since the last call, in order."""
+        changes, self._changes = self._changes, []
+        return changes
 
     # ---- clean and dirty
 

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from kvstore.tiers.base import BlockName, Status, Tier
@@ -18,6 +18,7 @@ from kvstore.tiers.base import BlockName, Status, Tier
 BATCH_BLOCKS = 8  # of one call to the tier: what is queued behind it can still be called off
 LOADS_MAX = 8192
 STORES_MAX = 256
+LOOKUPS_MAX = 256
 CALL_S = 5.0  # for one batch
 WEIGHT = 0.3  # of the newest measurement
 PRIOR_S_PER_BYTE = 1e-9  # before the first
@@ -45,10 +46,12 @@ class StoreJob(NamedTuple):
 
 
 class LookupJob(NamedTuple):
-    """Names to look for; `done` gets the answer, nothing found if the tier could not tell."""
+    """Names to look for; `done` gets the answer, nothing found if the tier could not tell or is
+    asked too much, or if they are not `wanted` any more when their turn comes."""
 
     names: list[BlockName]
     done: Callable[[list[BlockName], list[bool]], None]
+    wanted: Callable[[], bool] = lambda: True
 
 
 class TierQueue:
@@ -63,9 +66,12 @@ class TierQueue:
         self._loads: deque[LoadJob] = deque()
         self._stores: deque[StoreJob] = deque()
         self._closing = False
+        self._looking = 0  # lookups in calls now: never on all threads, or no load would run
         self._loading = 0  # blocks in calls now
         self._storing = 0
         self._busy = 0  # threads that load
+        self._ended = 0  # loads that came to an end, ever
+        self.after_batch: Callable[[], None] = lambda: None  # after the `done` of some loads
         self._s_per_byte = PRIOR_S_PER_BYTE
         self._lookup_s = 0.001
         self._progress_s = time.monotonic()  # when a load last came back, or began after none
@@ -83,7 +89,7 @@ class TierQueue:
     def lookup(self, job: LookupJob) -> None:
         """Ask the tier for names, before any load."""
         with self._ready:
-            if not self._closing:
+            if not self._closing and len(self._lookups) < LOOKUPS_MAX:
                 self._lookups.append(job)
                 self._ready.notify()
                 return
@@ -115,15 +121,20 @@ class TierQueue:
         """How many stores would be taken now."""
         return STORES_MAX - len(self._stores)
 
-    def estimate_s(self, blocks: int, block_bytes: int) -> float:
-        """Seconds until `blocks` more of the queued loads have come. A tier from which nothing has
-        come for longer than expected is believed to be as slow as that looks."""
+    def due(self) -> int:
+        """A mark for `estimate_s`: what is queued now has ended once so many loads have."""
+        return self._ended + self._loading + len(self._loads)
+
+    def estimate_s(self, blocks: int, due: int, block_bytes: int) -> float:
+        """Seconds until the last of `blocks` loads that were queued before `due` has come: others'
+        before them count. A tier from which nothing has come for longer than expected is believed
+        to be as slow as that looks."""
         with self._ready:
             expected_s = self._s_per_byte * block_bytes
             if self._loading or self._loads:
                 silent_s = time.monotonic() - self._progress_s
                 expected_s = max(expected_s, silent_s / max(1, self._loading))
-        return blocks * expected_s
+            return max(blocks, due - self._ended) * expected_s
 
     @property
     def lookup_s(self) -> float:
@@ -188,8 +199,10 @@ class TierQueue:
 
     def _take(self) -> Callable[[], None]:
         """The next call to make; with the lock held."""
-        if self._lookups:
+        alone = len(self._threads) == 1 or self._looking < len(self._threads) - 1
+        if self._lookups and (alone or not (self._loads or self._stores)):
             asked = self._lookups.popleft()
+            self._looking += 1
             return lambda: self._look(asked)
         if self._loads:
             count = min(BATCH_BLOCKS, max(1, len(self._loads) // len(self._threads)))
@@ -205,29 +218,31 @@ class TierQueue:
         found = [False] * len(asked.names)
         began_s = time.monotonic()
         try:
-            found = self.tier.lookup(asked.names, self._call_s)
+            if asked.wanted():
+                found = self.tier.lookup(asked.names, self._call_s)
+                self._lookup_s += WEIGHT * (time.monotonic() - began_s - self._lookup_s)
         finally:
-            self._lookup_s += WEIGHT * (time.monotonic() - began_s - self._lookup_s)
+            with self._ready:
+                self._looking -= 1
+                self._ready.notify_all()
             asked.done(asked.names, found)
 
     def _load(self, jobs: list[LoadJob]) -> None:
         statuses = [Status.DROPPED] * len(jobs)
-        places = [job.place(job.name) for job in jobs]
-        wanted = [i for i, place in enumerate(places) if place is not None]
-        began_s = time.monotonic()
+        came_bytes, began_s = 0, time.monotonic()
         try:
+            places = [job.place(job.name) for job in jobs]
+            wanted = [(i, place) for i, place in enumerate(places) if place is not None]
             if wanted:
-                names = [jobs[i].name for i in wanted]
-                into = [place for place in places if place is not None]
-                for i, status in zip(
-                    wanted, self.tier.load(names, into, self._call_s), strict=True
-                ):
+                names = [jobs[i].name for i, _ in wanted]
+                came = self.tier.load(names, [place for _, place in wanted], self._call_s)
+                for (i, place), status in zip(wanted, came, strict=True):
                     statuses[i] = status
+                    came_bytes += len(place) if status is Status.OK else 0
         finally:
-            came = [i for i in wanted if statuses[i] is Status.OK]
-            self._loaded(len(jobs), sum(len(places[i] or b"") for i in came), began_s)
-            for job, status in zip(jobs, statuses, strict=True):
-                job.done(job.name, status)
+            self._loaded(len(jobs), came_bytes, began_s)
+            _answer([(job.name, job.done) for job in jobs], statuses)
+            self.after_batch()
 
     def _loaded(self, count: int, size: int, began_s: float) -> None:
         with self._ready:
@@ -238,24 +253,36 @@ class TierQueue:
                 weight = WEIGHT if known else 1.0
                 self._s_per_byte += weight * (took_s - self._s_per_byte)
             self._loading -= count
+            self._ended += count
             self._busy -= 1
             self._ready.notify_all()
 
     def _store(self, jobs: list[StoreJob]) -> None:
         statuses = [Status.DROPPED] * len(jobs)
-        sources = [job.source(job.name) for job in jobs]
-        there = [i for i, source in enumerate(sources) if source is not None]
         try:
+            sources = [job.source(job.name) for job in jobs]
+            there = [(i, source) for i, source in enumerate(sources) if source is not None]
             if there:
-                names = [jobs[i].name for i in there]
-                views = [source for source in sources if source is not None]
-                for i, status in zip(
-                    there, self.tier.store(names, views, self._call_s), strict=True
-                ):
+                names = [jobs[i].name for i, _ in there]
+                kept = self.tier.store(names, [source for _, source in there], self._call_s)
+                for (i, _), status in zip(there, kept, strict=True):
                     statuses[i] = status
         finally:
+            _answer(
+                [(job.name, job.done) for job in jobs], statuses
+            )  # first, so that nothing is pinned once it counts as drained
             with self._ready:
                 self._storing -= len(jobs)
                 self._ready.notify_all()
-            for job, status in zip(jobs, statuses, strict=True):
-                job.done(job.name, status)
+
+
+def _answer(
+    told: Iterable[tuple[BlockName, Callable[[BlockName, Status], None]]],
+    statuses: Sequence[Status],
+) -> None:
+    """Tell each job; one that raises does not keep the others waiting."""
+    for (name, done), status in zip(told, statuses, strict=True):
+        try:
+            done(name, status)
+        except Exception:
+            _log.exception("what came of a block could not be told")

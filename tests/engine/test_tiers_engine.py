@@ -16,7 +16,10 @@ from kvstore.tiers.queue import TierQueue
 from seams.clock import SystemClock
 from worker.engine.core import EngineCore
 from worker.engine.messages import CacheOpKind
+from worker.engine.promotion import Promoter
+from worker.engine.thread import ThreadEngine
 
+Promoter.strict = True
 SHAPES = ("full", "latent", "ranks", "window", "full/inverted")
 PREFILL_S = 0.01  # per token, as the engine is told: waiting for a tier nearly always pays
 
@@ -294,6 +297,87 @@ def test_what_a_full_disk_loses_is_told(tmp_path: Path) -> None:
     assert disk.stats().evicted > 0
     assert held == {name.key for name in disk.names()}
     rig.close()
+
+
+@pytest.mark.parametrize("broken", ["demote", "fetch", "promote", "refresh", "wait_s"])
+def test_a_fault_of_the_tiers_costs_nobody_an_answer(
+    monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """Whatever fails in there: prompts are computed, exactly, and the blocks stay conserved."""
+    monkeypatch.setattr(Promoter, "strict", False)
+    rig = TierRig(host=400, lower=[DictTier("disk")])
+    rig.price()
+    prompt = tokens(64)
+    rig.submit(request("first", prompt, 4))
+    rig.run()
+    evict_all(rig)
+    assert rig.store.flush(5.0)
+    if broken == "wait_s":
+        rig.host.clear()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(rig.store, broken, fail)
+    rig.submit(request("second", prompt, 4))
+    rig.run()
+    evict_all(rig)
+    rig.assert_exact()
+    assert rig.core._tiers.faults > 0
+    rig.close()
+
+
+def test_an_idle_engine_tells_what_its_tiers_took() -> None:
+    """Writes end after the last step: routers hear of them all the same."""
+    tier = DictTier("disk")
+    rig = TierRig(host=400, lower=[tier])
+    told: list[bytes] = []
+    engine = ThreadEngine(rig.core)
+
+    def on_step(output) -> None:
+        for op in output.cache_ops:
+            if op.tier == int(Level.DISK) and op.kind is CacheOpKind.STORED:
+                told.extend(op.keys)
+
+    tier.frozen.set()
+    engine.start(on_step)
+    for i in range(4):
+        engine.submit(request(f"r{i}", tokens(60, i), 2))
+    began = time.monotonic()
+    while not rig.host.names() or engine.load().running or engine.load().waiting:
+        assert time.monotonic() - began < 10
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert not told
+    tier.frozen.clear()
+    while not told or set(told) != {name.key for name in tier.blocks}:
+        assert time.monotonic() - began < 20
+        time.sleep(0.01)
+    engine.stop()
+
+
+def test_a_window_wider_than_its_blocks_has_no_hole_beside_decoders() -> None:
+    """A match that ends inside a block, whose whole block the tiers have, but not all at once."""
+    for size in (8, 16):
+        rig = TierRig("window", host=400, blocks=60, block_tokens=size, step_tokens_max=64)
+        rig.price()
+        prompt = tokens(20 * size)
+        rig.submit(request("first", prompt, 4))
+        rig.run()
+        for i in range(8):
+            rig.submit(request(f"other{i}", tokens(20 * size, 40 + i), 2))
+            rig.run()
+        rig.submit(request("decoder", tokens(3 * size, 9), 40))
+        rig.step(3)
+        for cut in range(1, size):
+            head = prompt[: 6 * size + cut]
+            rig.submit(request(f"part{cut}", head, 1))
+            rig.step(2)
+            rig.submit(request(f"whole{cut}", prompt, 2))
+            rig.step(2)
+        rig.run()
+        rig.assert_exact()
+        rig.close()
 
 
 def cancel_rounds(rounds: int) -> None:

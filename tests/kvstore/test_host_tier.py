@@ -207,26 +207,34 @@ def test_a_touch_is_a_use() -> None:
     assert use.lookup(names) == [True, False, True]
 
 
-def test_what_left_is_told_outside_the_lock() -> None:
+def test_what_came_and_left_is_told_in_order_outside_the_lock() -> None:
     told: list[BlockName] = []
+    came: list[BlockName] = []
 
-    def hear(names: list[BlockName]) -> None:
+    def hear(added: bool, names: list[BlockName]) -> None:
         assert not tier._lock.locked()
-        assert tier.lookup(names, SOON) == [False] * len(names)
-        told.extend(names)
+        if added:
+            came.extend(names)
+        else:
+            assert tier.lookup(names, SOON) == [False] * len(names)
+            told.extend(names)
 
-    tier, use = tier_of(4, on_evicted=hear)
+    tier, use = tier_of(4, on_change=hear)
     names = [single(seed) for seed in range(90, 100)]
     for name in names:
         use.keep([name])
-    assert told == names[:6]
+    assert (came, told) == (names, names[:6])
     tier.discard([names[6], names[0]])
     assert told == names[:7]
     assert tier.begin(single(100)) is not None
     tier.finish(single(100), False)
     assert told == names[:7], "it was never there"
+    assert came == names
+    assert tier.begin(single(101)) is not None
+    tier.finish(single(101), True)
+    assert came == [*names, single(101)]
     tier.clear()
-    assert sorted(told) == sorted(names)
+    assert sorted(told) == sorted([*names, single(101)])
 
 
 class Naive:
@@ -388,7 +396,7 @@ def test_a_size_in_use_is_not_robbed_by_a_pinned_one() -> None:
     assert slot is not None and table.take(small) is None, "the only chunk is being filled"
     table.finish(slot, True, dirty=False)
     taken = table.take(small)
-    assert taken is not None and table.drain_gone() == [large]
+    assert taken is not None and table.drain_changes() == [(True, large), (False, large)]
     table.finish(taken, False, dirty=False)
     table.check_integrity()
     assert table.take(large) is not None, "a chunk in which nothing lies is anybody's"

@@ -18,8 +18,10 @@ from seams.errors import Cancelled
 from worker.config import EngineConfig
 from worker.engine.core import EngineCore
 from worker.engine.messages import EngineRequest, Logprobs, RequestUsage
+from worker.engine.promotion import Promoter
 from worker.models.base import Model
 
+Promoter.strict = True
 Token = tuple[int, Logprobs | None]  # floats compare as they are: to the bit
 
 

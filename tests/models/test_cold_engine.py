@@ -1,5 +1,6 @@
 """FP8 below the device: what comes back is close, half as large, and never taken for exact."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,21 @@ def test_a_lossy_codec_is_not_invariant(tmp_path: Path) -> None:
 def test_blocks_nobody_may_look_into_are_refused(tmp_path: Path) -> None:
     with pytest.raises(LaunchError):
         open_tiers(replica(tmp_path, "fp8"), fake_model("full", context_tokens=64).spec)
+
+
+def test_another_arithmetic_finds_nothing_of_an_invariant_one(tmp_path: Path) -> None:
+    """A replica that starts anew in the same directory with another numeric class: 0 hits."""
+    config = config_of("llama")
+    prompt = token_ids(200, config.vocab_tokens, seed=1)
+    cached = {}
+    for numerics in ("a-invariant-x", "a-invariant-x", "b-invariant-x"):
+        model = compiled(config, random_weights(config, torch.bfloat16))
+        spec = replace(model.spec, numeric_class=numerics)
+        store = open_tiers(replica(tmp_path, "none"), spec)
+        assert store is not None
+        core = EngineCore(model, EngineConfig((64,)), SystemClock(), tiers=store)
+        core.scheduler._times.prefill_s_per_token = 1.0
+        core.scheduler._times.record = lambda *_: None
+        cached.setdefault(numerics, []).append(ask(core, numerics, prompt)[1])
+        core.close(5.0)
+    assert cached == {"a-invariant-x": [0, 192], "b-invariant-x": [0]}

@@ -99,7 +99,7 @@ class PagedMemory:
             return
         if not self._reserve([1] * len(self.pools)):
             self._release_boundary(hold)
-            if self._has_hole(sequence):
+            if self.has_hole(sequence):
                 self.release(sequence, keep=False)
                 sequence.shared = 0
             return
@@ -112,7 +112,7 @@ class PagedMemory:
         _changed(sequence, hold.tokens // self.block_tokens)
         sequence.computed = hold.tokens
 
-    def _has_hole(self, sequence: Sequence) -> bool:
+    def has_hole(self, sequence: Sequence) -> bool:
         """Whether a position its next token would see is in no block: a match's windows reach back
         from its end, so the match without its boundary may lack what lies before them."""
         for pool, table in zip(self.pools, sequence.tables, strict=True):

@@ -7,8 +7,11 @@ computed, so many that both meet. It knows blocks and sequences; no IO, no queue
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import wraps
+from typing import Any, TypeVar
 
 from kvstore.fetch import Fetch, Place, Row
 from kvstore.groups import GroupKind
@@ -21,14 +24,43 @@ from worker.engine.request import Sequence
 from worker.engine.timing import StepTimes
 from worker.models.base import Model
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
 AT_ONCE = 1 << 30
+_log = logging.getLogger(__name__)
+
 GAIN_MIN = 0.2
 COPIED_AT_ONCE = 8  # blocks in one call to the store
 LOOK_AGAIN_S = 0.02  # at blocks that are waited for, if nothing came
 
 
+def _guarded(otherwise: Any) -> Callable[[_Method], _Method]:
+    """A failure of ours in here costs the tiers, not the engine: it is logged and counted, and the
+    sequence it was about goes on without them. Tests set Promoter.strict and see it raised."""
+
+    def guard(method: _Method) -> _Method:
+        @wraps(method)
+        def guarded(self: Promoter, *arguments: Any) -> Any:
+            try:
+                return method(self, *arguments)
+            except Exception:
+                if Promoter.strict:
+                    raise
+                self.faults += 1
+                _log.exception("the tiers failed; going on without")
+                if arguments and isinstance(arguments[0], Sequence):
+                    self.forget(arguments[0])
+                return otherwise
+
+        return guarded  # type: ignore[return-value]
+
+    return guard
+
+
 class Promoter:
-    """Moves blocks between `memory` and `store`. Every call is the engine thread's."""
+    """Moves blocks between `memory` and `store`. Every call is the engine thread's; none raises."""
+
+    strict = False  # tests: let failures of ours through
 
     def __init__(
         self, model: Model, memory: PagedMemory, store: TieredStore, times: StepTimes
@@ -40,11 +72,13 @@ class Promoter:
         self._moves = 0
         if memory.cache is not None:
             memory.cache.on_leaving(self.leaving)
+        self.faults = 0  # failures of ours, each logged
         self.late_tokens = 0  # promoted after their request's prompt was counted
         self.waited = 0  # times a prompt was left out of a step because waiting was cheaper
 
     # --- down --------------------------------------------------------------------------------
 
+    @_guarded(None)
     def leaving(self, going: list[tuple[BlockName, int]]) -> None:
         """The radix cache lets go of these full blocks: keep copies, of every rank."""
         names, views = [], []
@@ -60,6 +94,7 @@ class Promoter:
 
     # --- up ----------------------------------------------------------------------------------
 
+    @_guarded(None)
     def prefetch(self, sequence: Sequence) -> None:
         """Start bringing up what the device does not have of a sequence that queues."""
         self.forget(sequence)
@@ -92,6 +127,7 @@ class Promoter:
             rows.append(Row(names, group.block_bytes, window))
         return rows
 
+    @_guarded(None)
     def admit(self, sequence: Sequence) -> None:
         """A sequence was given its match and starts to run: look again for what comes after it."""
         if sequence.fetch is None:
@@ -99,6 +135,7 @@ class Promoter:
         if sequence.fetch is not None:
             self._store.refresh(sequence.fetch, sequence.computed // self._memory.block_tokens)
 
+    @_guarded(False)
     def has_next(self, sequence: Sequence) -> bool:
         """Whether the whole block behind the computed ones, which end on a block edge, is ready:
         then a copy of the boundary's first tokens is not needed."""
@@ -117,28 +154,37 @@ class Promoter:
 
     def bring(self, sequence: Sequence, blocks_max: int = AT_ONCE) -> int:
         """Copy what is ready behind the computed tokens to the device, as far as there is room;
-        returns the tokens that are computed now because of it."""
-        fetch, size = sequence.fetch, self._memory.block_tokens
-        if fetch is None or sequence.computed % size or sequence.copies:
+        returns the tokens that are computed now because of it. Prompts with windows come whole or
+        not at all, whatever `blocks_max`: a part would need windows that nobody kept."""
+        size, computed = self._memory.block_tokens, sequence.computed
+        if sequence.fetch is None or computed % size or sequence.copies:
             return 0
-        at = sequence.computed // size
-        stop = self._ready_until(fetch, at, min(fetch.end, at + blocks_max))
+        return int(self._bring(sequence, sequence.fetch, computed // size, blocks_max) or 0) * size
+
+    @_guarded(0)
+    def _bring(self, sequence: Sequence, fetch: Fetch, at: int, blocks_max: int) -> int:
+        size, came = self._memory.block_tokens, at
+        limit = min(fetch.end, at + blocks_max) if self._all_full else fetch.end
+        stop = self._ready_until(fetch, at, limit)
         if stop == at:
             return 0
         with self._store.pinned(fetch, at, stop):
-            stop = at + self._memory.room_for(sequence, stop - at)
+            if self._all_full:
+                stop = at + self._memory.room_for(sequence, stop - at)
             visible = self._visible(stop)
             firsts = [max(at, first) for first in visible]
             if stop == at or not self._memory.open_blocks(sequence, stop, firsts):
                 return 0
-            came = self._copy_in(sequence, fetch, at, stop, firsts)
-        if came < stop and any(first > at for first in firsts):
-            came = at  # without its windows a shorter prefix is of no use
-        sequence.computed = came * size
-        self._memory.close_blocks(sequence, visible if came == stop else [])
+            try:
+                came = self._copy_in(sequence, fetch, at, stop, firsts)
+            finally:
+                if came < stop and not self._all_full:
+                    came = at
+                sequence.computed = came * size
+                self._memory.close_blocks(sequence, visible if came == stop else [])
         fetch.front = came
         self._count(sequence, (came - at) * size)
-        return (came - at) * size
+        return came - at
 
     def _visible(self, stop: int) -> list[int]:
         """Per group: the first block that the token behind `stop` blocks can see."""
@@ -202,6 +248,7 @@ class Promoter:
         if sequence.computed_max:
             self.late_tokens += request.cached_tokens - before
 
+    @_guarded(AT_ONCE)
     def computable(self, sequence: Sequence) -> int:
         """Tokens that should be computed now, after `bring`; 0 = those on their way come sooner.
 
@@ -275,6 +322,7 @@ class Promoter:
         """Whether `take_ops` would have something."""
         return self._store.has_ops()
 
+    @_guarded(())
     def take_ops(self) -> list[CacheOp]:
         """What the tiers gained and lost since the last call."""
         return [
@@ -287,6 +335,7 @@ class Promoter:
             for op in self._store.take_ops()
         ]
 
+    @_guarded(())
     def snapshot(self) -> list[CacheOp]:
         """STORED of all that the tiers of this replica hold."""
         return [

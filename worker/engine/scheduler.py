@@ -409,7 +409,8 @@ class Scheduler:
         head.computed = attached
         if self.tiers is not None and head.request.cacheable:
             self.tiers.admit(head)
-        if self.tiers is not None and self.tiers.has_next(head):
+        next_block = self.tiers is not None and self.tiers.has_next(head)
+        if next_block and not self.memory.has_hole(head):
             self.memory.skip_boundary(head)
         else:
             self.memory.attach_boundary(head)

@@ -82,12 +82,16 @@ def cold_codecs(config: ReplicaConfig, spec: ModelSpec) -> dict[int, ColdCodec]:
 
 
 def _written(spec: ModelSpec, codecs: Mapping[int, ColdCodec]) -> ModelSpec:
-    """The model as the tiers see it: its blocks as they are written there."""
+    """The model as the tiers see it: its blocks as they are written there. Where a request's bits
+    depend on nothing else, they must not depend on another arithmetic's blocks either: records of
+    an invariant numeric class are its own."""
+    exact = "-invariant-" in spec.numeric_class and not codecs
+    written = replace(spec.representation, numerics=spec.numeric_class if exact else "")
     if not codecs:
-        return spec
+        return replace(spec, representation=written)
     groups = tuple(replace(g, block_bytes=codecs[g.id].encoded_bytes) for g in spec.groups)
     codec = next(iter(codecs.values())).name
-    return replace(spec, groups=groups, representation=replace(spec.representation, codec=codec))
+    return replace(spec, groups=groups, representation=replace(written, codec=codec))
 
 
 def served_spec(config: ReplicaConfig, spec: ModelSpec) -> ModelSpec:
