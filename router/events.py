@@ -7,6 +7,8 @@ snapshot is asked for; live batches are held back meanwhile (bounded) and follow
 built in a slot of its own and takes the old view's place when its last part has arrived, so the old
 view serves until then. Anything at or before the applied number is a repetition and changes
 nothing: a late removal or a late store cannot undo what came after it.
+
+Of the shared tier, which tells nobody what it lost, only what was stored lately is believed.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from enum import Enum
 
 from banyan.v1 import internal_pb2
 from kvstore.keys import KEY_BYTES
+from router.generations import Generations
 from router.index import DEVICE, GROUPS_MAX, SHARED, PrefixIndex, prefix, prefixes
 from router.provisional import Provisional
 
@@ -63,6 +66,8 @@ class BlockStream:
         self.want = Want.START
         self._shadow: int | None = None  # slot of the snapshot being received
         self._shadow_seq = 0
+        self._shared = Generations()  # blocks of the view that are said to be on the shared tier
+        self._shadow_shared = Generations()
         self._snapshot_seq: int | None = None  # of the last one completed
         self._held: dict[int, internal_pb2.EventBatch] = {}
         self._held_bytes = 0
@@ -122,7 +127,7 @@ class BlockStream:
             self.want = Want.GAP if self._held else Want.NOTHING
 
     def _apply_next(self, batch: internal_pb2.EventBatch, now_s: float) -> None:
-        whole = self._apply(self.slot, batch)
+        whole = self._apply(self.slot, self._shared, batch)
         self.seq = batch.seq
         self.counts.applied += 1
         if not self._agrees(self.slot, batch) or not whole:
@@ -159,7 +164,8 @@ class BlockStream:
         if self._shadow is None or batch.seq != self._shadow_seq:
             self._drop_shadow()
             self._shadow, self._shadow_seq = self._index.allocate(), batch.seq
-        whole = self._apply(self._shadow, batch)
+            self._shadow_shared = Generations()
+        whole = self._apply(self._shadow, self._shadow_shared, batch)
         self._ask_at_s = max(self._ask_at_s, now_s + ASK_AGAIN_S)  # it is on its way
         if batch.snapshot_last:
             self._complete(self._shadow, batch, whole, now_s)
@@ -192,6 +198,7 @@ class BlockStream:
 
     def _replace_view(self, new_slot: int) -> None:
         old, self.slot = self.slot, new_slot
+        self._shared = self._shadow_shared
         self._index.set_live(new_slot, True)
         self._provisional.rebase(old, new_slot)
         self._index.retire(old)
@@ -203,13 +210,13 @@ class BlockStream:
 
     # ---- Operations ----
 
-    def _apply(self, slot: int, batch: internal_pb2.EventBatch) -> bool:
+    def _apply(self, slot: int, shared: Generations, batch: internal_pb2.EventBatch) -> bool:
         """Apply all operations; False if some were malformed (they are left out)."""
-        malformed = sum(not self._apply_op(slot, op) for op in batch.ops)
+        malformed = sum(not self._apply_op(slot, shared, op) for op in batch.ops)
         self.counts.malformed_ops += malformed
         return not malformed
 
-    def _apply_op(self, slot: int, op: internal_pb2.BlockOp) -> bool:
+    def _apply_op(self, slot: int, shared: Generations, op: internal_pb2.BlockOp) -> bool:
         tier, group, packed = int(op.tier), op.group, op.keys
         if len(packed) % KEY_BYTES or not DEVICE <= tier <= SHARED or group >= GROUPS_MAX:
             return False
@@ -222,6 +229,8 @@ class BlockStream:
             moved = op.kind == internal_pb2.BlockOp.KIND_MOVED
             if moved or (op.kind == internal_pb2.BlockOp.KIND_REMOVED and tier != SHARED):
                 self._follow_removal(slot, keys)
+            if tier == SHARED and op.kind != internal_pb2.BlockOp.KIND_REMOVED:
+                self._index.remove(slot, SHARED, shared.note(keys))
         return True
 
     def _operation(self, kind: int) -> Callable[[int, int, list[int]], None] | None:
