@@ -26,6 +26,7 @@ READY, SUSPECT, DRAINING = "ready", "suspect", "draining"
 BLOCKS_UNKNOWN = 1 << 40  # free, where a replica has told nothing yet: no pressure
 # Bytes per second into the device where a replica has not measured a tier.
 TIER_BYTES_PER_S = {HOST: 8e9, DISK: 2e9, SHARED: 5e8}
+TIERS = {"host": HOST, "disk": DISK, "shared": SHARED}  # as loads name them
 
 
 @dataclass
@@ -57,12 +58,17 @@ class Replica:
             for group in hello.kv_groups
             if group.id
         ]
-        block_bytes = sum(group.block_bytes for group in hello.kv_groups)
-        measured = {int(c.tier): c.bytes_per_s for c in hello.capacities if c.bytes_per_s > 0}
-        self.tier_s_per_token = {
-            tier: block_bytes / hello.block_tokens / measured.get(tier, default)
-            for tier, default in TIER_BYTES_PER_S.items()
-        }
+        told = {int(c.tier): c.bytes_per_s for c in hello.capacities}
+        for tier, default in TIER_BYTES_PER_S.items():
+            if told.get(tier) or tier not in self.tier_s_per_token:
+                self._time_tier(tier, told.get(tier) or default)
+
+    def _time_tier(self, tier: int, bytes_per_s: float) -> None:
+        block_bytes = sum(group.block_bytes for group in self.hello.kv_groups)
+        token_bytes = block_bytes / self.hello.block_tokens
+        self.tier_s_per_token[tier] = token_bytes / max(
+            1.0, bytes_per_s
+        )  # finite, whatever is told
 
     @property
     def name(self) -> str:
@@ -85,11 +91,15 @@ class Replica:
 
     def report(self, load: internal_pb2.Load) -> None:
         """Its own figures arrived. A stall whose requests were taken away looks idle: only a
-        further step proves that it is over."""
+        further step proves that it is over. The speeds of tiers are its own too, once it has any:
+        they come smoothed, and most replicas say hello before anything was ever loaded."""
         if load.stalled:
             self.stalled_at = load.steps
         elif load.steps != self.stalled_at:
             self.stalled_at = None
+        for told in load.tiers:
+            if told.tier in TIERS and told.load_bytes_per_s > 0:
+                self._time_tier(TIERS[told.tier], told.load_bytes_per_s)
         self.work.report(load)
 
     def device_blocks(self) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from itertools import islice
 GENERATION_KEYS = 16_384
 """A sixteenth of all: what was named again lately is never among the forgotten."""
 GENERATIONS_MAX = 16
-"""With 16,384 keys each 4 million tokens of blocks of 16, a working set; 9 MiB of sets a replica."""
+"""With 16,384 keys each 4 million tokens of blocks of 16, a working set; 9 MiB a replica."""
 FORGOTTEN_PER_KEY = 2  # more than one: a generation is through before the next has filled
 
 

@@ -23,6 +23,8 @@ from banyan.v1 import common_pb2, internal_pb2
 from kvstore.keys import tenant_salt
 from router.core import RouterCore
 from router.cost import TERMS
+from router.index import DISK, HOST
+from router.index import SHARED as SHARED_TIER
 from router.placement import Observed
 from seams.clock import VirtualClock
 from seams.errors import NoReplica
@@ -311,6 +313,41 @@ def test_tiers_are_weighed_against_recomputing(clock: VirtualClock) -> None:
     decision = core.preview(request_of("q1", SHARED))
     matched = {c.replica: c.matched_tokens for c in decision.candidates}
     assert matched == {"r1": len(SHARED) - 1, "r2": len(SHARED) - 1}, "both reach the shared tier"
+
+
+def tier_load_s(core: RouterCore) -> float:
+    [candidate] = core.preview(request_of("q", SHARED)).candidates
+    return candidate.terms[TERMS.index("tier_load")].seconds
+
+
+@pytest.mark.parametrize(
+    ("name", "tier", "assumed"),
+    [("host", HOST, 8e9), ("disk", DISK, 2e9), ("shared", SHARED_TIER, 5e8)],
+)
+def test_tiers_cost_what_heartbeats_measure(
+    clock: VirtualClock, name: str, tier: int, assumed: float
+) -> None:
+    """A hello is said before anything was loaded: its 0 is no speed, and no last word."""
+    core = new_core(clock)
+    attach_ready(core, "r1")
+    core.events(batch_of("r1", 1, op_of(STORED, keys_of(SHARED), tier=tier)))
+    size = 4096 * 100  # of the blocks, as hello_of tells
+    assert tier_load_s(core) == pytest.approx(size / assumed, rel=0.01)
+
+    def measured(**speed: float) -> None:
+        other = common_pb2.TierLoad(tier="of a later version", load_bytes_per_s=1.0)
+        load = internal_pb2.Load(tiers=[other, common_pb2.TierLoad(tier=name, **speed)])  # type: ignore[arg-type]
+        core.heartbeat("r1", 1, internal_pb2.Heartbeat(load=load))
+
+    measured()
+    assert tier_load_s(core) == pytest.approx(size / assumed, rel=0.01)
+    measured(load_bytes_per_s=1e6)
+    assert tier_load_s(core) == pytest.approx(size / 1e6, rel=0.01)
+    measured(load_bytes_per_s=2e6)
+    core.attach(hello_of("r1"))  # a reconnect that tells nothing
+    assert tier_load_s(core) == pytest.approx(size / 2e6, rel=0.01)
+    measured(load_bytes_per_s=1e-320)
+    assert tier_load_s(core) == pytest.approx(1.6, rel=0.01), "no dearer than computing it"
 
 
 def test_a_new_replica_gets_work_and_then_copies_of_what_is_hot(
