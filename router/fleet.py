@@ -65,10 +65,7 @@ class Replica:
 
     def _time_tier(self, tier: int, bytes_per_s: float) -> None:
         block_bytes = sum(group.block_bytes for group in self.hello.kv_groups)
-        token_bytes = block_bytes / self.hello.block_tokens
-        self.tier_s_per_token[tier] = token_bytes / max(
-            1.0, bytes_per_s
-        )  # finite, whatever is told
+        self.tier_s_per_token[tier] = block_bytes / self.hello.block_tokens / bytes_per_s
 
     @property
     def name(self) -> str:

@@ -334,9 +334,9 @@ def test_tiers_cost_what_heartbeats_measure(
     size = 4096 * 100  # of the blocks, as hello_of tells
     assert tier_load_s(core) == pytest.approx(size / assumed, rel=0.01)
 
-    def measured(**speed: float) -> None:
+    def measured(tier: str = name, **speed: float) -> None:
         other = common_pb2.TierLoad(tier="of a later version", load_bytes_per_s=1.0)
-        load = internal_pb2.Load(tiers=[other, common_pb2.TierLoad(tier=name, **speed)])  # type: ignore[arg-type]
+        load = internal_pb2.Load(tiers=[other, common_pb2.TierLoad(tier=tier, **speed)])  # type: ignore[arg-type]
         core.heartbeat("r1", 1, internal_pb2.Heartbeat(load=load))
 
     measured()
@@ -346,7 +346,8 @@ def test_tiers_cost_what_heartbeats_measure(
     measured(load_bytes_per_s=2e6)
     core.attach(hello_of("r1"))  # a reconnect that tells nothing
     assert tier_load_s(core) == pytest.approx(size / 2e6, rel=0.01)
-    measured(load_bytes_per_s=1e-320)
+    for each in ("host", "disk", "shared"):
+        measured(each, load_bytes_per_s=1e-320)
     assert tier_load_s(core) == pytest.approx(1.6, rel=0.01), "no dearer than computing it"
 
 
