@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvstore.tiers.base import BlockName, Status, Tier
@@ -91,9 +91,9 @@ class TierQueue:
         with self._ready:
             if not self._closing and len(self._lookups) < LOOKUPS_MAX:
                 self._lookups.append(job)
-                self._ready.notify()
+                self._ready.notify_all()
                 return
-        job.done(job.names, [False] * len(job.names))
+        _tell_nothing(job)
 
     def load(self, jobs: Sequence[LoadJob]) -> None:
         """Queue loads in this order."""
@@ -102,24 +102,22 @@ class TierQueue:
             if not self._loads and not self._loading:
                 self._progress_s = time.monotonic()
             self._loads.extend(jobs[:room])
+            self.dropped_loads += len(jobs[room:])
             self._ready.notify_all()
-        self.dropped_loads += max(0, len(jobs) - room)
-        for job in jobs[room:]:
-            job.done(job.name, Status.DROPPED)
+        _drop(jobs[room:])
 
     def store(self, jobs: Sequence[StoreJob]) -> None:
         """Queue stores in this order."""
         with self._ready:
             room = 0 if self._closing else max(0, STORES_MAX - len(self._stores))
             self._stores.extend(jobs[:room])
-            self._ready.notify()
-        self.dropped_stores += max(0, len(jobs) - room)
-        for job in jobs[room:]:
-            job.done(job.name, Status.DROPPED)
+            self.dropped_stores += len(jobs[room:])
+            self._ready.notify_all()  # not one: it could be somebody who drains
+        _drop(jobs[room:])
 
     def stores_free(self) -> int:
         """How many stores would be taken now."""
-        return STORES_MAX - len(self._stores)
+        return 0 if self._closing else STORES_MAX - len(self._stores)
 
     def due(self) -> int:
         """A mark for `estimate_s`: what is queued now has ended once so many loads have."""
@@ -151,7 +149,7 @@ class TierQueue:
         return len(self._loads) + self._loading, len(self._stores) + self._storing
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until everything queued is done; False if it took longer."""
+        """Wait until all loads and stores queued are done and told; False if it took longer."""
         end = time.monotonic() + timeout_s
         with self._ready:
             while self._loads or self._stores or self._loading or self._storing:
@@ -170,12 +168,10 @@ class TierQueue:
             for queue in (self._loads, self._stores, self._lookups):
                 queue.clear()
             self._ready.notify_all()
-        for load in loads:
-            load.done(load.name, Status.DROPPED)
-        for store in stores:
-            store.done(store.name, Status.DROPPED)
+        _drop(loads)
+        _drop(stores)
         for asked in lookups:
-            asked.done(asked.names, [False] * len(asked.names))
+            _tell_nothing(asked)
         end = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
@@ -187,7 +183,7 @@ class TierQueue:
     def _run(self) -> None:
         while True:
             with self._ready:
-                while not (self._lookups or self._loads or self._stores or self._closing):
+                while not (self._may_look() or self._loads or self._stores or self._closing):
                     self._ready.wait()
                 if self._closing:
                     return
@@ -197,10 +193,14 @@ class TierQueue:
             except Exception:  # a tier must not raise; if it does, nobody may wait for it forever
                 _log.exception("the %s tier failed", self.tier.name)
 
+    def _may_look(self) -> bool:
+        """Whether there is a lookup to make and a thread is left for loads all the while."""
+        spare = len(self._threads) == 1 or self._looking < len(self._threads) - 1
+        return bool(self._lookups) and spare
+
     def _take(self) -> Callable[[], None]:
         """The next call to make; with the lock held."""
-        alone = len(self._threads) == 1 or self._looking < len(self._threads) - 1
-        if self._lookups and (alone or not (self._loads or self._stores)):
+        if self._may_look():
             asked = self._lookups.popleft()
             self._looking += 1
             return lambda: self._look(asked)
@@ -231,7 +231,7 @@ class TierQueue:
         statuses = [Status.DROPPED] * len(jobs)
         came_bytes, began_s = 0, time.monotonic()
         try:
-            places = [job.place(job.name) for job in jobs]
+            places = [_asked(job.place, job.name) for job in jobs]
             wanted = [(i, place) for i, place in enumerate(places) if place is not None]
             if wanted:
                 names = [jobs[i].name for i, _ in wanted]
@@ -240,15 +240,16 @@ class TierQueue:
                     statuses[i] = status
                     came_bytes += len(place) if status is Status.OK else 0
         finally:
-            self._loaded(len(jobs), came_bytes, began_s)
-            _answer([(job.name, job.done) for job in jobs], statuses)
+            took_s = time.monotonic() - began_s
+            _answer(jobs, statuses)
+            self._loaded(len(jobs), came_bytes, took_s)
             self.after_batch()
 
-    def _loaded(self, count: int, size: int, began_s: float) -> None:
+    def _loaded(self, count: int, size: int, took_s: float) -> None:
         with self._ready:
             self._progress_s = time.monotonic()
             if size:
-                took_s = (self._progress_s - began_s) / size / self._busy
+                took_s = took_s / size / self._busy
                 known = self._s_per_byte != PRIOR_S_PER_BYTE
                 weight = WEIGHT if known else 1.0
                 self._s_per_byte += weight * (took_s - self._s_per_byte)
@@ -260,7 +261,7 @@ class TierQueue:
     def _store(self, jobs: list[StoreJob]) -> None:
         statuses = [Status.DROPPED] * len(jobs)
         try:
-            sources = [job.source(job.name) for job in jobs]
+            sources = [_asked(job.source, job.name) for job in jobs]
             there = [(i, source) for i, source in enumerate(sources) if source is not None]
             if there:
                 names = [jobs[i].name for i, _ in there]
@@ -268,21 +269,39 @@ class TierQueue:
                 for (i, _), status in zip(there, kept, strict=True):
                     statuses[i] = status
         finally:
-            _answer(
-                [(job.name, job.done) for job in jobs], statuses
-            )  # first, so that nothing is pinned once it counts as drained
+            _answer(jobs, statuses)  # first, so that nothing is pinned once it counts as drained
             with self._ready:
                 self._storing -= len(jobs)
                 self._ready.notify_all()
 
 
-def _answer(
-    told: Iterable[tuple[BlockName, Callable[[BlockName, Status], None]]],
-    statuses: Sequence[Status],
-) -> None:
+def _asked(
+    for_bytes: Callable[[BlockName], memoryview | None], name: BlockName
+) -> memoryview | None:
+    """A job's place or source; one that raises has none, and the others of its batch go on."""
+    try:
+        return for_bytes(name)
+    except Exception:
+        _log.exception("no place or source could be had for a block")
+        return None
+
+
+def _answer(jobs: Sequence[LoadJob | StoreJob], statuses: Sequence[Status]) -> None:
     """Tell each job; one that raises does not keep the others waiting."""
-    for (name, done), status in zip(told, statuses, strict=True):
+    for job, status in zip(jobs, statuses, strict=True):
         try:
-            done(name, status)
+            job.done(job.name, status)
         except Exception:
             _log.exception("what came of a block could not be told")
+
+
+def _drop(jobs: Sequence[LoadJob | StoreJob]) -> None:
+    _answer(jobs, [Status.DROPPED] * len(jobs))
+
+
+def _tell_nothing(asked: LookupJob) -> None:
+    """Answer a lookup that is not made."""
+    try:
+        asked.done(asked.names, [False] * len(asked.names))
+    except Exception:
+        _log.exception("that nothing was looked for could not be told")
