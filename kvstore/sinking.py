@@ -66,7 +66,7 @@ class Sinker:
             answers[1] += taken
             if answers[0] == 0:
                 del self._under_way[_slot(name)]
-                if answers[1] == 0:
+                if answers[1] == 0 and self._host.lookup((name,), 0.0)[0]:  # refused, not gone
                     self._again_s = time.monotonic() + PAUSE_S
         if self._lower[level].stores_free() > STORES_MAX // 2:
             self.sink()
@@ -78,12 +78,17 @@ class Sinker:
             self.sink()
             if not all(q.drain(end - time.monotonic()) for q in self._lower.values()):
                 return False
-            if not self._lower or not self._host.coldest_dirty(1):
+            if not self._lower or self._all_sunk():
                 return True
             if time.monotonic() >= end:
                 return False
             if time.monotonic() < self._again_s:  # nobody takes anything now
                 time.sleep(min(0.05, timeout_s))
+
+    def _all_sunk(self) -> bool:
+        """Nothing is dirty, on its way (and pinned, so that the host does not name it) or not."""
+        with self._lock:
+            return not self._under_way and not self._host.coldest_dirty(1)
 
 
 class _Sinking:
