@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from kvstore.tiers.base import BlockName, Status, TierStats
-from kvstore.tiers.breaker import FAILURE_S, Breaker, Verdict
+from kvstore.tiers.breaker import FAILURE_S, Admission, Breaker, Verdict
 from kvstore.tiers.redis_admin import clear_prefix
 from kvstore.tiers.redis_calls import LoadCall, StoreCall
 from kvstore.tiers.redis_layout import delete_request, exists_requests, prefix, request
@@ -28,6 +28,7 @@ FORGET_S = 0.25
 CLEAR_S = 30.0
 _FULL = frozenset({"OOM"})
 _READ_ONLY = frozenset({"READONLY", "NOPERM", "MISCONF", "NOREPLICAS"})
+_NO_STORES = _FULL | _READ_ONLY
 
 
 class RedisTier:
@@ -75,14 +76,11 @@ class RedisTier:
         """One round trip for all of them."""
         found = [False] * len(names)
 
-        def ask(wire: Wire) -> None:
+        def ask(wire: Wire) -> int:
             wire.send([exists_requests(self._prefix, names)])
-            for index in range(len(names)):
-                count = wire.integer()
-                if isinstance(count, ServerError):
-                    self._refused()
-                else:
-                    found[index] = count > 0
+            counts = [wire.integer() for _ in names]
+            found[:] = [not isinstance(count, ServerError) and count > 0 for count in counts]
+            return sum(isinstance(count, ServerError) for count in counts)
 
         if names:
             self._converse(Deadline.within(deadline_s, self._clock), ask)
@@ -160,60 +158,66 @@ class RedisTier:
     def _converse(
         self,
         deadline: Deadline,
-        talk: Callable[[Wire], None],
+        talk: Callable[[Wire], int],
         blocked: Status = Status.DROPPED,
     ) -> Status:
-        """Run `talk` on a connection of its own. Returns what becomes of blocks it did not get to:
-        `blocked` if there was no call at all."""
+        """Run `talk` on a connection of its own; it returns how many replies said that the server
+        is in trouble. Returns what becomes of blocks it did not get to: `blocked` if there was no
+        call at all."""
         started = self._clock.now()
         if deadline.at <= started:
             return Status.LATE
-        if not self._admitted():
+        call = self._admitted()
+        if call is None:
             return blocked
         try:
             link = self._pool.take(deadline)
         except LinkFault as fault:
-            return self._faulted(fault, started)
+            return self._faulted(call, fault, started)
         started = self._clock.now()
         if not self._breaker.closed:  # opened while we waited for our turn
             self._pool.give(link)
             return blocked
         try:
             link.wire.begin(deadline)
-            talk(link.wire)
+            errors = talk(link.wire)
         except LinkFault as fault:
             self._pool.drop(link, fault)
-            return self._faulted(fault, started)
+            return self._faulted(call, fault, started)
         except BaseException:
             self._pool.drop(link, LinkFault("odd"))
             raise
         self._pool.give(link)
+        if errors:
+            self._breaker.failed(call, errors * FAILURE_S)
+        else:  # whatever it found: the faults of hours must not add up
+            self._breaker.succeeded(call)
         return Status.FAILED
 
-    def _faulted(self, fault: LinkFault, started: float) -> Status:
+    def _faulted(self, call: Admission, fault: LinkFault, started: float) -> Status:
         waited_s = self._clock.now() - started
         if fault.cause == "busy":
             return Status.LATE
         if fault.cause == "late":  # of a deadline too short for a healthy server, perhaps
-            self._breaker.failed(waited_s)
+            self._breaker.failed(call, waited_s)
             return Status.LATE
-        self._breaker.failed(max(FAILURE_S, waited_s))
+        self._breaker.failed(call, max(FAILURE_S, waited_s))
         return Status.FAILED
 
-    def _admitted(self) -> bool:
-        """Whether to call at all. The probe of an open breaker is nobody's call: it has a thread of
-        its own, and its callers go on without the tier."""
+    def _admitted(self) -> Admission | None:
+        """None: not to call at all. The probe of an open breaker is nobody's call: it has a thread
+        of its own, and its callers go on without the tier."""
         if self._closed:
-            return False
-        verdict = self._breaker.admit()
-        if verdict is Verdict.PROBE:
-            self._pool.dial_aside(self._probed)
-        return verdict is Verdict.CALL
+            return None
+        call = self._breaker.admit()
+        if call.verdict is Verdict.PROBE:
+            self._pool.dial_aside(lambda dialling: self._probed(call, dialling))
+        return call if call.verdict is Verdict.CALL else None
 
-    def _probed(self, dialling: Future[Link]) -> None:
+    def _probed(self, probe: Admission, dialling: Future[Link]) -> None:
         """Ask the new connection for a key that is not there; if it says so, all is well again."""
         if dialling.exception() is not None:
-            self._breaker.failed(FAILURE_S)
+            self._breaker.failed(probe, FAILURE_S)
             return
         link = dialling.result()
         try:
@@ -224,28 +228,23 @@ class RedisTier:
             well = False
         if well:
             self._pool.adopt(link)
-            self._breaker.succeeded()
+            self._breaker.succeeded(probe)
         else:
             link.close()
-            self._breaker.failed(FAILURE_S)
-
-    def _refused(self) -> Status:
-        """What an error reply to a read means: this block failed, and the server is in trouble."""
-        self._breaker.failed(FAILURE_S)
-        return Status.FAILED
+            self._breaker.failed(probe, FAILURE_S)
 
     # -- load ------------------------------------------------------------------------------------
 
-    def _load(self, wire: Wire, call: LoadCall) -> None:
+    def _load(self, wire: Wire, call: LoadCall) -> int:
+        errors = 0
         for batch in call.batches():
             wire.send([call.requests(index) for index in batch])
             for index in batch:
                 answer = call.read(wire, index)
-                call.statuses[index] = (
-                    self._refused() if isinstance(answer, ServerError) else answer
-                )
-        if call.hits:
-            self._breaker.succeeded()
+                if isinstance(answer, ServerError):
+                    answer, errors = Status.FAILED, errors + 1
+                call.statuses[index] = answer
+        return errors
 
     def _count_load(self, call: LoadCall, statuses: list[Status], spent_s: float) -> None:
         with self._lock:
@@ -259,47 +258,45 @@ class RedisTier:
 
     # -- store -----------------------------------------------------------------------------------
 
-    def _store(self, wire: Wire, call: StoreCall) -> None:
+    def _store(self, wire: Wire, call: StoreCall) -> int:
         wire.send([exists_requests(self._prefix, call.names)])
+        errors = 0
         for index in range(len(call.names)):
             count = wire.integer()
             if isinstance(count, ServerError):
-                call.statuses[index] = self._refused()
+                call.statuses[index] = Status.FAILED
+                errors += 1
             elif count:
                 call.statuses[index] = Status.OK
         if None not in call.statuses:
-            return
-        if self._writes.admit() is Verdict.REFUSED:
+            return errors
+        write = self._writes.admit()
+        if write.verdict is Verdict.REFUSED:
             call.give_up()
-            return
+            return errors
         for batch in call.batches():
             error = call.send(wire, batch)
-            if error is not None and self._stores_end(error):
+            if error is not None and error.code in _NO_STORES:  # all of them, for a while
+                self._writes_state = "full" if error.code in _FULL else "readonly"
+                self._writes.failed(write, FAILURE_S)
                 call.give_up()
-                return
+                return errors
+            errors += error is not None
         if call.stored:
-            self._writes.succeeded()
-            self._breaker.succeeded()
-
-    def _stores_end(self, error: ServerError) -> bool:
-        """Whether what the server said to one store holds for all of them for a while."""
-        if error.code not in _FULL | _READ_ONLY:
-            self._refused()
-            return False
-        self._writes_state = "full" if error.code in _FULL else "readonly"
-        self._writes.failed(FAILURE_S)
-        return True
+            self._writes.succeeded(write)
+        return errors
 
     def _forget(self, names: Sequence[BlockName], left_s: float) -> None:
         """Delete these if it can be done at once."""
         with self._lock:
             parts = [self._parts.get((name.group, name.rank), 1) for name in names]
 
-        def delete(wire: Wire) -> None:
+        def delete(wire: Wire) -> int:
             pairs = zip(names, parts, strict=True)
             wire.send([b"".join(delete_request(self._prefix, n, p) for n, p in pairs)])
-            for _ in names:
-                wire.integer()
+            replies = [wire.integer() for _ in names]
+            errors = [reply for reply in replies if isinstance(reply, ServerError)]
+            return sum(error.code not in _NO_STORES for error in errors)
 
         self._converse(Deadline.within(min(left_s, FORGET_S), self._clock), delete)
 

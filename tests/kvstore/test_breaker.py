@@ -11,9 +11,17 @@ from kvstore.tiers.breaker import FAILURE_S, Breaker, Verdict
 from seams.clock import VirtualClock
 
 
+def fail(breaker: Breaker, waited_s: float) -> None:
+    breaker.failed(breaker.admit(), waited_s)
+
+
+def succeed(breaker: Breaker) -> None:
+    breaker.succeeded(breaker.admit())
+
+
 def opened(clock: VirtualClock) -> Breaker:
     breaker = Breaker(clock)
-    breaker.failed(0.5)
+    fail(breaker, 0.5)
     assert not breaker.closed
     return breaker
 
@@ -21,22 +29,22 @@ def opened(clock: VirtualClock) -> Breaker:
 def test_starts_closed() -> None:
     breaker = Breaker(VirtualClock())
     assert breaker.closed and not breaker.refusing
-    assert breaker.admit() is Verdict.CALL
+    assert breaker.admit().verdict is Verdict.CALL
 
 
 def test_opens_at_the_trouble_it_can_bear_and_not_before() -> None:
     breaker = Breaker(VirtualClock())
-    breaker.failed(0.3)
+    fail(breaker, 0.3)
     assert breaker.closed
-    breaker.failed(0.3)
+    fail(breaker, 0.3)
     assert not breaker.closed and breaker.refusing
-    assert breaker.admit() is Verdict.REFUSED
+    assert breaker.admit().verdict is Verdict.REFUSED
 
 
 def test_three_fast_failures_open_it_two_do_not() -> None:
     breaker = Breaker(VirtualClock())
     for expected in (True, True, False):
-        breaker.failed(FAILURE_S)
+        fail(breaker, FAILURE_S)
         assert breaker.closed is expected
 
 
@@ -44,19 +52,19 @@ def test_short_deadlines_missed_now_and_then_never_open_it() -> None:
     breaker = Breaker(VirtualClock())
     for call in range(1000):
         if call % 5 == 0:
-            breaker.failed(0.005)
+            fail(breaker, 0.005)
         else:
-            breaker.succeeded()
+            succeed(breaker)
         assert breaker.closed
 
 
 def test_half_of_all_calls_failing_opens_it() -> None:
     breaker = Breaker(VirtualClock())
     for _ in range(10):
-        breaker.failed(FAILURE_S)
+        fail(breaker, FAILURE_S)
         if not breaker.closed:
             return
-        breaker.succeeded()
+        succeed(breaker)
     pytest.fail("stayed closed")
 
 
@@ -64,24 +72,25 @@ def test_one_probe_at_a_time() -> None:
     clock = VirtualClock()
     breaker = opened(clock)
     clock.advance(0.49)
-    assert breaker.admit() is Verdict.REFUSED
+    assert breaker.admit().verdict is Verdict.REFUSED
     clock.advance(0.02)
     assert not breaker.refusing, "asking takes no probe away"
-    assert breaker.admit() is Verdict.PROBE
-    assert [breaker.admit() for _ in range(3)] == [Verdict.REFUSED] * 3
-    breaker.succeeded()
-    assert breaker.closed and breaker.admit() is Verdict.CALL
+    probe = breaker.admit()
+    assert probe.verdict is Verdict.PROBE
+    assert [breaker.admit().verdict for _ in range(3)] == [Verdict.REFUSED] * 3
+    breaker.succeeded(probe)
+    assert breaker.closed and breaker.admit().verdict is Verdict.CALL
 
 
 def test_a_probe_that_never_reports_is_given_up() -> None:
     clock = VirtualClock()
     breaker = opened(clock)
     clock.advance(0.5)
-    assert breaker.admit() is Verdict.PROBE
+    assert breaker.admit().verdict is Verdict.PROBE
     clock.advance(4.9)
-    assert breaker.admit() is Verdict.REFUSED
+    assert breaker.admit().verdict is Verdict.REFUSED
     clock.advance(0.2)
-    assert breaker.admit() is Verdict.PROBE
+    assert breaker.admit().verdict is Verdict.PROBE
 
 
 def test_backs_off_to_the_longest_wait_and_no_further() -> None:
@@ -90,10 +99,10 @@ def test_backs_off_to_the_longest_wait_and_no_further() -> None:
     waits = []
     for _ in range(7):
         began = clock.now()
-        while breaker.admit() is not Verdict.PROBE:
+        while (probe := breaker.admit()).verdict is not Verdict.PROBE:
             clock.advance(0.125)
         waits.append(clock.now() - began)
-        breaker.failed(FAILURE_S)
+        breaker.failed(probe, FAILURE_S)
     assert waits == [0.5, 1, 2, 4, 5, 5, 5]
 
 
@@ -101,43 +110,84 @@ def test_on_probation_one_failure_opens_it_for_longer() -> None:
     clock = VirtualClock()
     breaker = opened(clock)
     clock.advance(0.5)
-    assert breaker.admit() is Verdict.PROBE
-    breaker.succeeded()
-    breaker.failed(0.001)
+    succeed(breaker)
+    fail(breaker, 0.001)
     assert not breaker.closed
     clock.advance(0.9)
-    assert breaker.admit() is Verdict.REFUSED
+    assert breaker.admit().verdict is Verdict.REFUSED
     clock.advance(0.2)
-    assert breaker.admit() is Verdict.PROBE
+    assert breaker.admit().verdict is Verdict.PROBE
 
 
 def test_successes_end_the_probation_and_the_backing_off() -> None:
     clock = VirtualClock()
     breaker = opened(clock)
     clock.advance(0.5)
-    breaker.admit()
-    for _ in range(8):
-        breaker.succeeded()
-    breaker.failed(0.1)
+    for _ in range(9):
+        succeed(breaker)
+    fail(breaker, 0.1)
     assert breaker.closed
-    breaker.failed(0.5)
+    fail(breaker, 0.5)
     clock.advance(0.5)
-    assert breaker.admit() is Verdict.PROBE
+    assert breaker.admit().verdict is Verdict.PROBE
 
 
 def test_calls_that_began_before_the_opening_change_nothing() -> None:
     clock = VirtualClock()
-    breaker = opened(clock)
-    breaker.succeeded()
+    breaker = Breaker(clock)
+    good, bad = breaker.admit(), breaker.admit()
+    fail(breaker, 0.5)
+    breaker.succeeded(good)
     assert not breaker.closed
-    breaker.failed(5.0)
+    breaker.failed(bad, 5.0)
     clock.advance(0.5)
-    assert breaker.admit() is Verdict.PROBE, "no longer wait for late failures"
+    assert breaker.admit().verdict is Verdict.PROBE, "no longer wait for late failures"
+
+
+def test_a_stale_call_is_no_probe() -> None:
+    """Neither its failure nor its success, while a probe is out, is the probe's."""
+    clock = VirtualClock()
+    breaker = Breaker(clock)
+    good, bad = breaker.admit(), breaker.admit()
+    fail(breaker, 0.5)
+    clock.advance(0.5)
+    probe = breaker.admit()
+    breaker.succeeded(good)
+    assert not breaker.closed
+    breaker.failed(bad, 5.0)
+    breaker.succeeded(probe)
+    assert breaker.closed, "the probe's own word counts"
+
+
+def test_a_stale_failure_does_not_end_the_probation() -> None:
+    clock = VirtualClock()
+    breaker = Breaker(clock)
+    stale = breaker.admit()
+    fail(breaker, 0.5)
+    clock.advance(0.5)
+    succeed(breaker)
+    breaker.failed(stale, 5.0)
+    assert breaker.closed
+
+
+def test_a_probe_that_was_given_up_does_not_speak_for_the_next() -> None:
+    clock = VirtualClock()
+    breaker = opened(clock)
+    clock.advance(0.5)
+    old = breaker.admit()
+    clock.advance(5.0)
+    new = breaker.admit()
+    assert old.verdict is new.verdict is Verdict.PROBE
+    breaker.succeeded(old)
+    assert not breaker.closed
+    breaker.succeeded(new)
+    breaker.failed(old, FAILURE_S)
+    assert breaker.closed
 
 
 def test_nothing_bearable_opens_at_once() -> None:
     breaker = Breaker(VirtualClock(), bearable_s=0.0)
-    breaker.failed(FAILURE_S)
+    fail(breaker, FAILURE_S)
     assert not breaker.closed
 
 
@@ -149,13 +199,15 @@ def test_however_calls_end_recovery_takes_ten_seconds_at_most(seed: int) -> None
     clock = VirtualClock()
     breaker = Breaker(clock)
     for _ in range(500):
-        if breaker.admit() is not Verdict.REFUSED and rng.random() < 0.9:
-            breaker.failed(rng.choice([0.001, FAILURE_S, 1.0]))
+        call = breaker.admit()
+        if call.verdict is not Verdict.REFUSED and rng.random() < 0.9:
+            breaker.failed(call, rng.choice([0.001, FAILURE_S, 1.0]))
         clock.advance(rng.random())
     recovered = clock.now()
     while not breaker.closed:
-        if breaker.admit() is Verdict.PROBE:
-            breaker.succeeded()
+        call = breaker.admit()
+        if call.verdict is Verdict.PROBE:
+            breaker.succeeded(call)
         clock.advance(0.01)
     assert clock.now() - recovered <= 10
 
@@ -165,7 +217,9 @@ def test_many_threads_get_one_probe() -> None:
     breaker = opened(clock)
     clock.advance(1)
     verdicts: list[Verdict] = []
-    threads = [threading.Thread(target=lambda: verdicts.append(breaker.admit())) for _ in range(16)]
+    threads = [
+        threading.Thread(target=lambda: verdicts.append(breaker.admit().verdict)) for _ in range(16)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -180,6 +180,49 @@ def test_a_connection_with_replies_under_way_is_never_used_again(
     tier.close()
 
 
+@pytest.mark.parametrize("call", ["lookup", "load"])
+def test_rare_faults_do_not_add_up(call: str, proxy: Proxy, server: EmbeddedValkey) -> None:
+    """A connection cut now and then, between calls that find nothing and are well."""
+    tier = through(proxy, server)
+    use = Opened(tier, SIZES)
+    names = names_of_chain(22, 2)
+    clean: dict[str, Callable[[], object]] = {
+        "lookup": lambda: use.lookup(names),
+        "load": lambda: use.load(names),
+    }
+    for _ in range(6):
+        for _ in range(8):
+            clean[call]()
+        proxy.mode = Mode.FROZEN
+        assert use.load(names, 0.05) == [Status.LATE] * 2
+        use.load(names, 0.05)
+        proxy.mode = Mode.PASS
+        assert tier.stats().state == "ok"
+    tier.close()
+
+
+@pytest.mark.parametrize("call", ["lookup", "load", "store"])
+def test_a_server_that_answers_with_errors_opens_the_breaker(
+    call: str, proxy: Proxy, server: EmbeddedValkey
+) -> None:
+    tier = through(proxy, server)
+    use = Opened(tier, SIZES)
+    names = names_of_chain(23, 1)
+    use.keep(names)
+    with redis.Redis.from_url(server.url) as client:
+        client.execute_command("ACL", "SETUSER", "default", "-exists", "-get")
+    calls: dict[str, Callable[[], object]] = {
+        "lookup": lambda: use.lookup(names),
+        "load": lambda: use.load(names),
+        "store": lambda: use.store(names),
+    }
+    for _ in range(3):
+        assert tier.stats().state == "ok"
+        calls[call]()
+    assert tier.stats().state == "broken"
+    tier.close()
+
+
 def test_no_server_at_the_start_and_one_later(proxy: Proxy, server: EmbeddedValkey) -> None:
     proxy.mode = Mode.DOWN
     tier = through(proxy, server)
