@@ -14,7 +14,7 @@ from worker.engine.core import EngineCore
 from worker.engine.messages import EngineRequest
 from worker.engine.sampling import SamplingParams
 from worker.models.fake import fake_model
-from worker.service.tiers import open_tiers, served_spec
+from worker.service.tiers import capacities, open_tiers, served_spec
 
 
 def replica(folder: Path, codec: str) -> ReplicaConfig:
@@ -63,6 +63,24 @@ def test_a_lossy_codec_is_not_invariant(tmp_path: Path) -> None:
     assert served_spec(replica(tmp_path, "none"), spec) == spec
     told = served_spec(replica(tmp_path, "fp8"), spec).numeric_class
     assert "-variant-" in told and told.endswith("-cold-fp8")
+
+
+def test_capacities_count_blocks_as_they_are_written(tmp_path: Path) -> None:
+    """With a cold codec twice as many fit; blocks on the device stay what they are, and of those
+    alone a hello's representation speaks."""
+    config = config_of("llama")
+    spec = compiled(config, random_weights(config, torch.bfloat16)).spec
+    held = {}
+    for codec in ("none", "fp8"):
+        asked = replica(tmp_path, codec)
+        store = open_tiers(asked, spec)
+        assert store is not None
+        host, _ = capacities(store, asked, served_spec(asked, spec))
+        assert host.blocks > 0
+        held[codec] = host.blocks
+        assert served_spec(asked, spec).representation == spec.representation
+        store.close()
+    assert held["fp8"] == pytest.approx(2 * held["none"], rel=0.05)
 
 
 def test_blocks_nobody_may_look_into_are_refused(tmp_path: Path) -> None:

@@ -210,10 +210,11 @@ def test_drops_of_the_queue_count(tmp_path: Path) -> None:
 
 
 def test_capacities_count_blocks_and_only_measured_speed(tmp_path: Path) -> None:
-    store = tiers.open_tiers(config(nvme=str(tmp_path), nvme_gib=0.05), SPEC)
+    asked = config(nvme=str(tmp_path), nvme_gib=0.05)
+    store = tiers.open_tiers(asked, SPEC)
     assert store is not None
     [group] = SPEC.groups
-    host, disk = tiers.capacities(store, SPEC)
+    host, disk = tiers.capacities(store, asked, SPEC)
     assert (host.tier, disk.tier) == (internal_pb2.TIER_HOST, internal_pb2.TIER_DISK)
     assert host.blocks == store.stats()[Level.HOST].bytes_max // group.block_bytes
     assert (host.bytes_per_s, disk.bytes_per_s) == (0.0, 0.0)
@@ -222,8 +223,8 @@ def test_capacities_count_blocks_and_only_measured_speed(tmp_path: Path) -> None
     assert store.host.store([name], [data], 5.0) == [Status.OK]
     into = memoryview(bytearray(group.block_bytes))
     assert store.host.load([name], [into], 5.0) == [Status.OK]
-    assert tiers.capacities(store, SPEC)[0].bytes_per_s > 0
-    assert tiers.capacities(None, SPEC) == [] and tiers.tier_loads(None, 16) == []
+    assert tiers.capacities(store, asked, SPEC)[0].bytes_per_s > 0
+    assert tiers.capacities(None, asked, SPEC) == [] and tiers.tier_loads(None, 16) == []
     store.close()
 
 

@@ -204,7 +204,7 @@ class Replica:
             address=self.address,
             priors=priors,
             rng=SystemRng(),
-            tiers=capacities(parts.tiers, parts.spec),
+            tiers=capacities(parts.tiers, self.config, parts.spec),
         )
 
     def _link_context(self, sessions: Sessions, priors: internal_pb2.Priors) -> LinkContext:

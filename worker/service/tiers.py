@@ -168,12 +168,15 @@ def _call(queue: TierQueue, replica: str, calls: int) -> None:
 # ---- what routers are told --------------------------------------------------------------------
 
 
-def capacities(store: TieredStore | None, spec: ModelSpec) -> list[internal_pb2.TierCapacity]:
-    """Per tier, how many blocks of all groups it holds at most (0: not ours to say) and how fast
-    they come from there (0: not measured yet)."""
+def capacities(
+    store: TieredStore | None, config: ReplicaConfig, spec: ModelSpec
+) -> list[internal_pb2.TierCapacity]:
+    """Per tier, how many blocks of all groups, as they are written there, it holds at most (0: not
+    ours to say) and how fast they come from there (0: not measured yet)."""
     if store is None:
         return []
-    block_bytes = sum(group.block_bytes * group.ranks for group in spec.groups)
+    groups = _written(spec, cold_codecs(config, spec)).groups
+    block_bytes = sum(group.block_bytes * group.ranks for group in groups)
     return [
         internal_pb2.TierCapacity(
             tier=int(level),  # type: ignore[arg-type]
