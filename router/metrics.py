@@ -104,6 +104,13 @@ TIER_METRICS = (
         unless="bytes_max",
     ),
     Metric(
+        "logical_bytes",
+        GAUGE,
+        "logical_bytes",
+        "Bytes that the blocks held take on the device; absent for a shared tier.",
+        unless="bytes_max",
+    ),
+    Metric(
         "max_bytes",
         GAUGE,
         "bytes_max",

@@ -158,6 +158,7 @@ LIMITS: dict[str, Limit] = {
     "TierLoad.corrupt": Limit(size_max=32, each=MESSAGE),
     "TierLoad.loads_queued": NUMBER_ANY,
     "TierLoad.stores_queued": NUMBER_ANY,
+    "TierLoad.logical_bytes": NUMBER_ANY,
     "CorruptCount.cause": LABEL,
     "CorruptCount.records": NUMBER_ANY,
     "EventBatch.replica": LABEL,

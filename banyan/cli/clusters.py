@@ -97,8 +97,8 @@ def status(name: str, *, json_output: bool) -> None:
     output.table("", columns, rows)
     tiers = [row for r in record.replicas if r in found for row in _tier_rows(found[r])]
     if tiers:
-        columns = ["replica", "tier", "state", ">MiB", ">of", ">blocks", ">hits,\ntokens"]
-        columns += [">load\nGB/s", ">store\nGB/s", ">dropped", ">failed", "corrupt"]
+        columns = ["replica", "tier", "state", ">MiB (on\ndevice)", ">of", ">blocks"]
+        columns += [">hits,\ntokens", ">load\nGB/s", ">store\nGB/s", ">dropped\n+failed", "corrupt"]
         output.table("", columns, tiers)
     for problem in wrong:
         output.console.print(f"[red]problem:[/red] {problem}")
@@ -137,14 +137,15 @@ def _tier_rows(seen: api_pb2.ReplicaState) -> list[list[Any]]:
             seen.replica,
             tier.tier,
             f"[{'green' if tier.state == 'ok' else 'yellow'}]{tier.state}",
-            f"{tier.bytes / 2**20:,.1f}" if tier.bytes_max else "",
+            f"{tier.bytes / 2**20:,.1f} ({tier.logical_bytes / 2**20:,.1f})"
+            if tier.bytes_max
+            else "",
             f"{tier.bytes_max / 2**20:,.0f}" if tier.bytes_max else "",
             tier.blocks if tier.bytes_max else "",
             tier.hit_tokens,
             f"{tier.load_bytes_per_s / 1e9:.2f}" if tier.load_bytes_per_s else "",
             f"{tier.store_bytes_per_s / 1e9:.2f}" if tier.store_bytes_per_s else "",
-            tier.dropped,
-            tier.failed,
+            f"{tier.dropped}+{tier.failed}",
             ", ".join(f"{c.records} {c.cause}" for c in tier.corrupt) or "none",
         ]
         for tier in seen.tiers

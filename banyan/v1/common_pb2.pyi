@@ -154,7 +154,7 @@ class Decision(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., replica: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., available_tokens: _Optional[int] = ..., chosen_tokens: _Optional[int] = ..., delivered_tokens: _Optional[int] = ..., reason: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[CandidateCost, _Mapping]]] = ...) -> None: ...
 
 class TierLoad(_message.Message):
-    __slots__ = ("tier", "state", "blocks", "bytes", "bytes_max", "hit_tokens", "hit_blocks", "loaded_bytes", "stored_bytes", "load_bytes_per_s", "store_bytes_per_s", "dropped", "evicted", "failed", "corrupt", "loads_queued", "stores_queued")
+    __slots__ = ("tier", "state", "blocks", "bytes", "bytes_max", "hit_tokens", "hit_blocks", "loaded_bytes", "stored_bytes", "load_bytes_per_s", "store_bytes_per_s", "dropped", "evicted", "failed", "corrupt", "loads_queued", "stores_queued", "logical_bytes")
     TIER_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -172,6 +172,7 @@ class TierLoad(_message.Message):
     CORRUPT_FIELD_NUMBER: _ClassVar[int]
     LOADS_QUEUED_FIELD_NUMBER: _ClassVar[int]
     STORES_QUEUED_FIELD_NUMBER: _ClassVar[int]
+    LOGICAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     tier: str
     state: str
     blocks: int
@@ -189,7 +190,8 @@ class TierLoad(_message.Message):
     corrupt: _containers.RepeatedCompositeFieldContainer[CorruptCount]
     loads_queued: int
     stores_queued: int
-    def __init__(self, tier: _Optional[str] = ..., state: _Optional[str] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., bytes_max: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., hit_blocks: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., load_bytes_per_s: _Optional[float] = ..., store_bytes_per_s: _Optional[float] = ..., dropped: _Optional[int] = ..., evicted: _Optional[int] = ..., failed: _Optional[int] = ..., corrupt: _Optional[_Iterable[_Union[CorruptCount, _Mapping]]] = ..., loads_queued: _Optional[int] = ..., stores_queued: _Optional[int] = ...) -> None: ...
+    logical_bytes: int
+    def __init__(self, tier: _Optional[str] = ..., state: _Optional[str] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., bytes_max: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., hit_blocks: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., load_bytes_per_s: _Optional[float] = ..., store_bytes_per_s: _Optional[float] = ..., dropped: _Optional[int] = ..., evicted: _Optional[int] = ..., failed: _Optional[int] = ..., corrupt: _Optional[_Iterable[_Union[CorruptCount, _Mapping]]] = ..., loads_queued: _Optional[int] = ..., stores_queued: _Optional[int] = ..., logical_bytes: _Optional[int] = ...) -> None: ...
 
 class CorruptCount(_message.Message):
     __slots__ = ("cause", "records")

@@ -14,7 +14,7 @@ from worker.engine.core import EngineCore
 from worker.engine.messages import EngineRequest
 from worker.engine.sampling import SamplingParams
 from worker.models.fake import fake_model
-from worker.service.tiers import capacities, open_tiers, served_spec
+from worker.service.tiers import capacities, open_tiers, served_spec, tier_loads
 
 
 def replica(folder: Path, codec: str) -> ReplicaConfig:
@@ -51,6 +51,8 @@ def test_a_prefix_comes_back_through_the_codec(tmp_path: Path, codec: str) -> No
     group = model.spec.groups[0]
     held = store.stats()[1]
     expected = {"none": group.block_bytes, "fp8": group.block_bytes // 2}[codec]
+    [told] = [load for load in tier_loads(store, model.spec) if load.tier == "host"]
+    assert told.logical_bytes == held.blocks * group.block_bytes > 0
     assert held.loaded_bytes / held.hits == pytest.approx(expected, rel=0.02)
     assert (after == before) == (codec == "none")
     assert after == pytest.approx(before, abs=0.05)

@@ -22,7 +22,7 @@ from router_core_world import (
     snapshot_of,
 )
 
-from banyan.v1 import internal_pb2
+from banyan.v1 import common_pb2, internal_pb2
 from kvstore.keys import ChainSpec, RootId, chain, root
 from router.core import RouterCore
 from router.placement import Observed
@@ -337,12 +337,14 @@ def test_cluster_state_tells_what_the_replica_reported(
         prompt_tokens=400,
         cached_tokens=100,
         steps=9,
+        tiers=[common_pb2.TierLoad(tier="host", bytes=5, logical_bytes=9)],
     )
     core.heartbeat("r1", 1, internal_pb2.Heartbeat(load=load))
     clock.advance(0.5)
     state = core.state()[0]
     assert (state.running, state.waiting, state.steps) == (2, 3, 9)
     assert (state.blocks_total, state.blocks_free, state.blocks_cached) == (100, 50, 20)
+    assert [(t.tier, t.bytes, t.logical_bytes) for t in state.tiers] == [("host", 5, 9)]
     assert (state.hit_share, state.blocks_indexed, state.heartbeat_age_s) == (0.25, 4, 0.5)
     assert list(state.models) == [MODEL] and state.address == "r1:1"
     assert core.index_blocks == 4

@@ -24,9 +24,9 @@ from seams.rng import SeededRng
 DOCS = Path(__file__).parents[2] / "docs" / "operations.md"
 TierLoad, CorruptCount = common_pb2.TierLoad, common_pb2.CorruptCount
 DISK = TierLoad(
-    tier="disk", state="full", blocks=7, bytes=700, bytes_max=1000, hit_tokens=48, hit_blocks=3,
-    loaded_bytes=300, stored_bytes=800, load_bytes_per_s=1.5e9, store_bytes_per_s=2.5e8,
-    dropped=4, evicted=5, failed=6, loads_queued=2, stores_queued=9,
+    tier="disk", state="full", blocks=7, bytes=700, bytes_max=1000, logical_bytes=1400,
+    hit_tokens=48, hit_blocks=3, loaded_bytes=300, stored_bytes=800, load_bytes_per_s=1.5e9,
+    store_bytes_per_s=2.5e8, dropped=4, evicted=5, failed=6, loads_queued=2, stores_queued=9,
     corrupt=[CorruptCount(cause="checksum", records=3), CorruptCount(cause="length", records=0)],
 )  # fmt: skip
 LOAD = internal_pb2.Load(
@@ -117,6 +117,7 @@ def test_what_is_not_known_is_absent_and_not_zero() -> None:
     assert not names & {
         "banyan_replica_step_seconds", "banyan_replica_prefill_seconds_per_token",
         "banyan_tier_blocks", "banyan_tier_bytes", "banyan_tier_max_bytes",
+        "banyan_tier_logical_bytes",
         "banyan_tier_load_bytes_per_second", "banyan_tier_store_bytes_per_second",
     }  # fmt: skip
     assert of(samples, "banyan_tier_hit_tokens_total", replica="w0", tier="shared") == 5

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -183,9 +184,10 @@ def test_figures_of_a_tier_arrive() -> None:
         evicted=2, failed=1, loaded_bytes=4000, stored_bytes=500, load_s=2.0, store_s=0.25,
         corrupt=Counter({"payload": 2, "key": 1}),
     )  # fmt: skip
-    told = tiers.tier_load("host", stats, None, hit_tokens=64)
+    told = tiers.tier_load("host", stats, None, hit_tokens=64, block_bytes=200)
     assert (told.tier, told.state, told.hit_tokens, told.hit_blocks) == ("host", "readonly", 64, 9)
     assert (told.blocks, told.bytes, told.bytes_max) == (3, 300, 1000)
+    assert told.logical_bytes == 600
     assert (told.loaded_bytes, told.stored_bytes) == (4000, 500)
     assert (told.load_bytes_per_s, told.store_bytes_per_s) == (2000.0, 2000.0)
     assert (told.dropped, told.evicted, told.failed) == (4, 2, 1)
@@ -193,8 +195,17 @@ def test_figures_of_a_tier_arrive() -> None:
     check_message(internal_pb2.Load(tiers=[told]))
 
 
+def test_blocks_of_several_groups_and_ranks_count_by_their_mean() -> None:
+    """A tier counts one block for each group and rank."""
+    [group] = SPEC.groups
+    first = replace(group, block_bytes=1000, ranks=1)
+    second = replace(group, id=1, block_bytes=400, ranks=2)
+    assert tiers.device_block_bytes(SPEC) == group.block_bytes
+    assert tiers.device_block_bytes(replace(SPEC, groups=(first, second))) == 600
+
+
 def test_what_was_never_measured_is_zero() -> None:
-    told = tiers.tier_load("host", TierStats(), None, hit_tokens=0)
+    told = tiers.tier_load("host", TierStats(), None, hit_tokens=0, block_bytes=1)
     assert (told.load_bytes_per_s, told.store_bytes_per_s) == (0.0, 0.0)
 
 
@@ -205,7 +216,8 @@ def test_drops_of_the_queue_count(tmp_path: Path) -> None:
     queue.close()
     job = StoreJob(BlockName(b"k" * 16, b"p" * 16, b""), lambda name: None, lambda *_: None)
     queue.store([job])
-    assert tiers.tier_load("disk", TierStats(dropped=2), queue, hit_tokens=0).dropped == 3
+    told = tiers.tier_load("disk", TierStats(dropped=2), queue, hit_tokens=0, block_bytes=1)
+    assert told.dropped == 3
     store.close()
 
 
@@ -224,7 +236,8 @@ def test_capacities_count_blocks_and_only_measured_speed(tmp_path: Path) -> None
     into = memoryview(bytearray(group.block_bytes))
     assert store.host.load([name], [into], 5.0) == [Status.OK]
     assert tiers.capacities(store, asked, SPEC)[0].bytes_per_s > 0
-    assert tiers.capacities(None, asked, SPEC) == [] and tiers.tier_loads(None, 16) == []
+    assert tiers.tier_loads(store, SPEC)[0].logical_bytes == group.block_bytes
+    assert tiers.capacities(None, asked, SPEC) == [] and tiers.tier_loads(None, SPEC) == []
     store.close()
 
 

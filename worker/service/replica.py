@@ -219,7 +219,7 @@ class Replica:
 
     def _heartbeat(self) -> internal_pb2.Heartbeat:
         load = self._parts.engine.load()
-        tiers = tier_loads(self._parts.tiers, self._parts.spec.block_tokens)
+        tiers = tier_loads(self._parts.tiers, self._parts.spec)
         return convert.heartbeat(load, self._base, self._draining, self._stalled, tiers)
 
     def _on_step(self, output: StepOutput) -> None:

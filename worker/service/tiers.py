@@ -187,25 +187,35 @@ def capacities(
     ]
 
 
-def tier_loads(store: TieredStore | None, block_tokens: int) -> list[common_pb2.TierLoad]:
+def tier_loads(store: TieredStore | None, spec: ModelSpec) -> list[common_pb2.TierLoad]:
     """Per tier, totals over all tenants since the start and what is held now."""
     if store is None:
         return []
+    block_bytes = device_block_bytes(spec)
     return [
         tier_load(
             _NAMES[level],
             stats,
             store.lower.get(level),
-            hit_tokens=store.loaded_blocks[level] * block_tokens,
+            hit_tokens=store.loaded_blocks[level] * spec.block_tokens,
+            block_bytes=block_bytes,
         )
         for level, stats in store.stats().items()
     ]
 
 
+def device_block_bytes(spec: ModelSpec) -> float:
+    """What one of a tier's blocks, of one group and rank, takes on the device: the mean, since no
+    tier counts its blocks by group. Exact for a model with one KV group."""
+    ranks = sum(group.ranks for group in spec.groups)
+    return sum(group.block_bytes * group.ranks for group in spec.groups) / ranks
+
+
 def tier_load(
-    name: str, stats: TierStats, queue: TierQueue | None, *, hit_tokens: int
+    name: str, stats: TierStats, queue: TierQueue | None, *, hit_tokens: int, block_bytes: float
 ) -> common_pb2.TierLoad:
-    """One tier's figures, the drops of the queue before it (None: there is none) among them."""
+    """One tier's figures, the drops of the queue before it (None: there is none) among them.
+    `block_bytes` is what a block takes on the device."""
     loads, stores = queue.depth() if queue is not None else (0, 0)
     dropped = queue.dropped_loads + queue.dropped_stores if queue is not None else 0
     return common_pb2.TierLoad(
@@ -214,6 +224,7 @@ def tier_load(
         blocks=stats.blocks,
         bytes=stats.bytes,
         bytes_max=stats.bytes_max,
+        logical_bytes=round(stats.blocks * block_bytes),
         hit_tokens=hit_tokens,
         hit_blocks=stats.hits,
         loaded_bytes=stats.loaded_bytes,
