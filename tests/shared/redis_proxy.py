@@ -22,7 +22,7 @@ class Mode(Enum):
     DOWN = "down"  # refused, and open ones closed
     FROZEN = "frozen"  # accepted, but nothing goes through
     LATE = "late"  # replies come 5 s later
-    RESET = "reset"  # after 100 kB of replies, by RST
+    RESET = "reset"  # after `reset_bytes` of replies on a connection, by RST
     DRIP = "drip"  # 20 bytes of reply at a time, 100 times a second
 
 
@@ -38,6 +38,7 @@ class Proxy:
         self._listener: socket.socket | None = None
         self.port = 0
         self.accepted = 0
+        self.reset_bytes = 100_000
         self._listen()
 
     def url(self, password: str, *, scheme: str = "redis", user: str = "", query: str = "") -> str:
@@ -114,7 +115,7 @@ class Proxy:
             while chunk := self._receive(source):
                 self._hold(replies)
                 passed += len(chunk)
-                if replies and self._mode is Mode.RESET and passed > 100_000:
+                if replies and self._mode is Mode.RESET and passed > self.reset_bytes:
                     target.sendall(chunk[: len(chunk) // 2])
                     target.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     target.close()  # with linger 0: RST
