@@ -22,11 +22,13 @@ from redis_proxy import Mode, Proxy
 from test_tiers_engine import TierRig, evict_all
 
 from kvstore.fetch import Level
+from kvstore.record import HEADER_BYTES
 from kvstore.tiered import TieredStore
 from kvstore.tiers.base import Tier
 from kvstore.tiers.embedded import EmbeddedValkey
 from kvstore.tiers.host import HostTier
 from kvstore.tiers.nvme import NvmeTier
+from kvstore.tiers.nvme_index import record_id
 from kvstore.tiers.queue import TierQueue
 from kvstore.tiers.redis import RedisTier
 from seams.blockdevice import BlockDevice
@@ -45,8 +47,8 @@ SIZES = {group.id: group.block_bytes for group in MODEL.groups}
 class FaultRig(TierRig):
     """An engine over a small pool, a host tier of a few slots and one real tier below."""
 
-    def __init__(self, tier: Tier, draw: random.Random) -> None:
-        super().__init__(draw.choice(SHAPES), host=1, blocks=40, step_tokens_max=64)
+    def __init__(self, tier: Tier, draw: random.Random, shape: str | None = None) -> None:
+        super().__init__(shape or draw.choice(SHAPES), host=1, blocks=40, step_tokens_max=64)
         assert self.model.spec.representation == MODEL.representation
         self.host.close()
         self.host = HostTier(SIZES, HOST_SLOTS * 4096, dirty_max_share=1.0, prefault=False)
@@ -78,6 +80,12 @@ class FaultRig(TierRig):
             assert time.monotonic() - began < 5.0, "blocks are still held"
             time.sleep(0.001)
         assert self.core._tiers.faults == 0
+
+    def forget(self) -> None:
+        """What is left is what the lower tier has."""
+        self.core.memory.cache.clear()
+        self.store.flush(10.0)
+        self.host.clear()
 
     def from_below(self, level: Level, salt: int) -> int:
         """Blocks that come from the lower tier if a prompt is asked for again."""
@@ -116,6 +124,7 @@ class Shared:
         self.server, self.proxy, self.draw = server, proxy, draw
         self.password = server.url.split(":")[2].split("@")[0]
         self.client = redis.Redis.from_url(server.url)
+        self.last = bytearray()
 
     @contextmanager
     def mode(self, mode: Mode) -> Iterator[None]:
@@ -164,39 +173,22 @@ class Shared:
         yield
         self.client.replicaof("NO", "ONE")
 
-    @contextmanager
-    def wrong(self) -> Iterator[None]:
-        """Values change all the time: flipped, cut, exchanged, of another type."""
-        over = threading.Event()
-        vandal = threading.Thread(target=self._spoil_on, args=(over,))
-        self.spoil()
-        vandal.start()
-        yield
-        over.set()
-        vandal.join()
-        self.client.flushall()
-
-    def _spoil_on(self, over: threading.Event) -> None:
-        while not over.wait(0.02):
-            self.spoil()
-
-    def spoil(self) -> None:
-        keys = sorted(self.client.keys())
-        for key in keys:
-            if self.client.type(key) != b"string":
-                continue
-            value = bytearray(self.client.get(key) or b"?")
-            other = self.draw.choice(keys)
-            match self.draw.randrange(6):
-                case 0:
-                    value[self.draw.randrange(len(value))] ^= 1 << self.draw.randrange(8)
-                case 1:
+    def spoil(self, kind: str) -> None:
+        """Change every value."""
+        for key in sorted(self.client.keys()):
+            value = bytearray(self.client.get(key))
+            match kind:
+                case "payload":
+                    at = len(value) - 1 - self.draw.randrange(SIZES[0])
+                    value[at] ^= 1 << self.draw.randrange(8)
+                case "header":
+                    value[self.draw.randrange(len(value) - SIZES[0])] ^= 1 << self.draw.randrange(8)
+                case "cut":
                     value = value[: self.draw.randrange(len(value))]
-                case 2 if self.client.type(other) == b"string":
-                    value = bytearray(self.client.get(other) or b"")
-                case 3:
-                    value[-64:] = self.draw.randbytes(64)  # the block itself
-                case 4:
+                case "another":
+                    value = self.last or value[::-1]
+                    self.last = bytearray(self.client.get(key))
+                case "type":
                     self.client.delete(key)
                     self.client.rpush(key, b"x")
                     continue
@@ -231,7 +223,6 @@ FAULTS: dict[str, Callable[[Shared], object]] = {
     "reset": Shared.reset,
     "full": Shared.full,
     "readonly": Shared.readonly,
-    "wrong": Shared.wrong,
 }
 
 
@@ -274,6 +265,25 @@ def test_no_server_at_the_start(shared: Shared, draw: random.Random) -> None:
         rig.turn(12)
         rig.check()
         assert not rig.store.loaded_blocks[Level.SHARED]
+    rig.until_from_below(Level.SHARED)
+    rig.check()
+    rig.close()
+
+
+@pytest.mark.parametrize("kind", ["payload", "header", "cut", "another", "type"])
+def test_a_server_of_wrong_values(kind: str, shared: Shared, draw: random.Random) -> None:
+    """Every value is another one, again and again, while requests run that want it."""
+    tier = shared_tier(shared)
+    rig = FaultRig(tier, draw)
+    for _ in range(6):
+        rig.turn(6)
+        assert rig.store.flush(10.0)
+        rig.forget()
+        shared.spoil(kind)
+        rig.turn(3)
+        shared.client.flushall()
+    rig.check()
+    assert tier.stats().corrupt.total() + tier.stats().failed > 5
     rig.until_from_below(Level.SHARED)
     rig.check()
     rig.close()
@@ -427,22 +437,36 @@ def test_a_directory_wiped_under_requests(tmp_path: Path, draw: random.Random) -
     rig.close()
 
 
-def test_bits_flipped_between_two_runs(tmp_path: Path, draw: random.Random) -> None:
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("where", ["payload", "header", "anywhere"])
+def test_bits_flipped_between_two_runs(
+    tmp_path: Path, where: str, shape: str, draw: random.Random
+) -> None:
+    """One in every record on the disk."""
     directory = tmp_path / "disk"
-    first = FaultRig(disk_tier(directory), draw)
+    tier = disk_tier(directory)
+    first = FaultRig(tier, draw, shape)
     first.turn(20)
     first.check()
+    first.forget()
+    entries = [tier._index.get(record_id(name)) for name in tier.names()]
     first.core.close(5.0)
-    for path in directory.iterdir():
-        content = bytearray(path.read_bytes())
-        for at in range(draw.randrange(200), len(content), 200):
-            content[at] ^= 1 << draw.randrange(8)
-        path.write_bytes(content)
+    for entry in entries:
+        assert entry is not None
+        starts = {"payload": HEADER_BYTES, "header": 0, "anywhere": 0}
+        ends = {"payload": HEADER_BYTES + SIZES[0], "header": 100, "anywhere": HEADER_BYTES}
+        at = entry.segment.offset(entry.slot) + draw.randrange(starts[where], ends[where])
+        with (directory / entry.segment.name).open("r+b") as file:
+            file.seek(at)
+            (byte,) = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte ^ 1 << draw.randrange(8)]))
     tier = disk_tier(directory)
-    second = FaultRig(tier, draw)
+    second = FaultRig(tier, draw, shape)
     second.stems = first.stems
     second.turn(20)
     second.check()
+    assert where == "anywhere" or tier.stats().corrupt.total() > 0
     second.until_from_below(Level.DISK)
     second.check()
     second.close()
