@@ -174,7 +174,7 @@ class TieredStore:
             for group, row in enumerate(fetch.rows):
                 mine = [at for one, at in absent if one == group]
                 held = [at for at in mine if there[group, at] and not fetch.cancelled]
-                for at in mine:
+                for at in set(mine).difference(held):  # the others go on at once to COMING
                     fetch.places[group][at] = Place.ABSENT
                 missing = self._missing(self.host, row, held)
                 wanted = {at: missing.get(at, []) for at in reversed(held)}
@@ -240,7 +240,8 @@ class TieredStore:
         """How many blocks of the prompt, from `block` on, are still to come, and in what time
         they will have, in seconds. What is only asked for counts as coming with the answer."""
         coming: set[int] = set()
-        asked, total_s = 0, 0.0
+        asked: set[int] = set()
+        total_s = 0.0
         for group, row in enumerate(fetch.rows):
             codec = self._codecs.get(group)
             size = (codec.encoded_bytes if codec else row.block_bytes) * len(row.names[0])
@@ -250,8 +251,8 @@ class TieredStore:
                 if places[at] == Place.COMING:
                     counts[sources[at]] += 1
                     coming.add(at)
-                elif places[at] == Place.ASKED and group == 0:
-                    asked += 1
+                elif places[at] == Place.ASKED:
+                    asked.add(at)
             for level, count in counts.items():
                 due = fetch.due.get(level, 0)
                 total_s += self.lower[Level(level)].estimate_s(count, due, size)
@@ -260,7 +261,7 @@ class TieredStore:
             total_s += max(self.lower[Level.SHARED].lookup_s, silent_s)
         if time.monotonic() - fetch.began_s > FETCH_S_MAX:
             fetch.cancel()
-        return len(coming) + asked, total_s
+        return len(coming | asked), total_s
 
     @contextmanager
     def pinned(self, fetch: Fetch, block: int, stop: int) -> Iterator[None]:

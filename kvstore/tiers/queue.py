@@ -19,6 +19,7 @@ BATCH_BLOCKS = 8  # of one call to the tier: what is queued behind it can still 
 LOADS_MAX = 8192
 STORES_MAX = 256
 LOOKUPS_MAX = 256
+BATCH_S = 0.01  # of a batch of loads, at most: the engine may compute its blocks sooner
 CALL_S = 5.0  # for one batch
 WEIGHT = 0.3  # of the newest measurement
 PRIOR_S_PER_BYTE = 1e-9  # before the first
@@ -73,6 +74,7 @@ class TierQueue:
         self._ended = 0  # loads that came to an end, ever
         self.after_batch: Callable[[], None] = lambda: None  # after the `done` of some loads
         self._s_per_byte = PRIOR_S_PER_BYTE
+        self._block_s = 0.0  # of one load in its call; 0 = none came yet
         self._lookup_s = 0.001
         self._progress_s = time.monotonic()  # when a load last came back, or began after none
         self.dropped_loads = 0
@@ -205,7 +207,8 @@ class TierQueue:
             self._looking += 1
             return lambda: self._look(asked)
         if self._loads:
-            count = min(BATCH_BLOCKS, max(1, len(self._loads) // len(self._threads)))
+            soon = int(BATCH_S / self._block_s) if self._block_s else BATCH_BLOCKS
+            count = max(1, min(BATCH_BLOCKS, soon, len(self._loads) // len(self._threads)))
             loads = [self._loads.popleft() for _ in range(min(count, len(self._loads)))]
             self._loading += len(loads)
             self._busy += 1
@@ -249,10 +252,9 @@ class TierQueue:
         with self._ready:
             self._progress_s = time.monotonic()
             if size:
-                took_s = took_s / size / self._busy
-                known = self._s_per_byte != PRIOR_S_PER_BYTE
-                weight = WEIGHT if known else 1.0
-                self._s_per_byte += weight * (took_s - self._s_per_byte)
+                weight = WEIGHT if self._block_s else 1.0
+                self._block_s += weight * (took_s / count - self._block_s)
+                self._s_per_byte += weight * (took_s / size / self._busy - self._s_per_byte)
             self._loading -= count
             self._ended += count
             self._busy -= 1

@@ -250,6 +250,26 @@ def test_an_estimate_learns_what_a_block_takes(monkeypatch: pytest.MonkeyPatch) 
         assert asked.queue.estimate_s(1, 0, SIZE) == pytest.approx(0.1, rel=0.01)
 
 
+def test_slow_blocks_come_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the engine can compute those it gets to first; fast ones share a call."""
+    clock = Ticking(monkeypatch)
+    for asked in opened(1):
+        names = names_of_chain(4, 32)
+        asked.keep(names)
+        for block_s, most in ((0.0001, 8), (0.5, 1), (0.0001, 8)):
+            clock.block_s(asked, block_s)
+            for _ in range(40):
+                asked.load(names)
+                assert asked.queue.drain(WAIT_S)
+            with asked.queue._ready:
+                asked.queue._loads.extend([LoadJob(names[0], lambda _: None, lambda *_: None)] * 16)
+                asked.queue._take()
+                taken, asked.queue._loading = asked.queue._loading, 0
+                asked.queue._busy = 0
+                asked.queue._loads.clear()
+            assert taken == most
+
+
 def test_others_loads_ahead_count_and_silence_makes_dear(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Ticking(monkeypatch)
     for asked in opened(1):
@@ -265,7 +285,7 @@ def test_others_loads_ahead_count_and_silence_makes_dear(monkeypatch: pytest.Mon
         asked.load(others)  # behind mine: none of my time
         asked.tier.entered("load", 2)
         assert asked.queue.estimate_s(4, due, SIZE) == pytest.approx(24 * 0.5)
-        clock.now_s += 8 * 20.0  # nothing from a batch of eight for so long
+        clock.now_s += 20.0  # nothing from a batch, of one block where they are slow, for so long
         assert asked.queue.estimate_s(4, due, SIZE) == pytest.approx(24 * 20.0)
         asked.tier.let("load")
         assert asked.queue.drain(WAIT_S)
