@@ -250,8 +250,7 @@ class _Replay:
         host, began_s = self._store.host, time.monotonic()
         spent_s = 0.0
         while host.dirty_bytes > _DIRTY_MAX_SHARE * len(host.arena) and spent_s < _WAIT_S_MAX:
-            self._store.sink()
-            time.sleep(_WAIT_S)
+            self._store.flush(_WAIT_S)
             spent_s = time.monotonic() - began_s
         self._found.waited_s += spent_s
 
