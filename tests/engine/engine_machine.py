@@ -1,26 +1,37 @@
 """A seeded stateful machine over EngineCore: random requests, cancels, grants, deadlines, pressure
 and faults, with the conservation law checked after every step and every output against the oracle.
+With tiers, blocks also leave for a host tier of a few slots and two that lose calls, and come back.
 """
 
 import contextlib
 import random
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from dict_tier import DictTier
 
+from kvstore.fetch import Level
+from kvstore.tiered import TieredStore
+from kvstore.tiers.host import HostTier
+from kvstore.tiers.queue import TierQueue
 from seams.clock import VirtualClock
 from seams.errors import BanyanError, Cancelled, DeadlineExceeded, InternalError, OutOfBlocks
 from worker.config import EngineConfig
 from worker.engine.core import FAILED_STEPS_MAX, EngineCore
-from worker.engine.messages import CacheOpKind, Emission, EngineRequest, Finish, StepOutput
+from worker.engine.messages import CacheOp, CacheOpKind, Emission, EngineRequest, Finish, StepOutput
 from worker.engine.plan import SampleRow, StepPlan
+from worker.engine.promotion import Promoter
 from worker.engine.sampler import Sampled, sample
 from worker.engine.sampling import SamplingParams
 from worker.models.fake import FakeModel, fake_model
 
 SHAPES = ("full", "window", "latent", "ranks", "full/inverted", "window/inverted")
+
+Promoter.strict = True
+REST_S_MAX = 60.0  # that nothing but what tiers bring is waited for
 
 
 class Injected(Exception):
@@ -73,6 +84,58 @@ def expected_tokens(
     return tuple(tokens[len(spec.token_ids) :])
 
 
+class Tiers:
+    """A store whose host tier is far too small, over a disk and a shared tier that lose calls,
+    freeze and forget. Of a chance of its own: a machine's is the same with and without."""
+
+    def __init__(self, model: FakeModel, chance: random.Random) -> None:
+        self.random = chance
+        sizes = {group.id: group.block_bytes for group in model.spec.groups}
+        ranks = sum(group.ranks for group in model.spec.groups)
+        slots = ranks * chance.choice([4, 10, 30])
+        self.host = HostTier(sizes, slots * 4096, verify=True, prefault=False)
+        self.lower = [
+            DictTier(name, load_s=chance.choice([0.0, 2e-4]), losing=losing, seed=chance.random())
+            for name, losing in (("disk", 0.3), ("shared", 0.2))
+        ]
+        threads = chance.choice([1, 2])
+        self.store = TieredStore(self.host, [TierQueue(t, threads=threads) for t in self.lower])
+        self.prefill_s_per_token = chance.choice([1e-5, 1e-3, 1e-2])
+        self.mirror: set[tuple[int, bytes]] = set()  # group and key of what host memory holds
+
+    def trouble(self) -> None:
+        """One of them freezes, moves on, or loses everything."""
+        tier = self.random.choice(self.lower)
+        match self.random.randrange(8):
+            case 0:
+                tier.frozen.set()
+            case 1:
+                tier.clear()
+            case 2 | 3:
+                self.host.clear()
+            case _:
+                tier.frozen.clear()
+
+    def hear(self, op: CacheOp) -> None:
+        if op.tier == int(Level.HOST):
+            stored = op.kind is CacheOpKind.STORED
+            change = self.mirror.update if stored else self.mirror.difference_update
+            change((op.group, key) for key in op.keys)
+
+    def thaw(self) -> None:
+        for tier in self.lower:
+            tier.frozen.clear()
+
+    def check_end(self) -> None:
+        """Nobody holds anything any more, and nothing is on its way."""
+        self.thaw()
+        assert all(queue.drain(REST_S_MAX) for queue in self.store.lower.values())
+        assert not self.store._coming and not self.store._filling
+        assert not self.store._sinker._under_way
+        assert not any(slot.pins for slot in self.host._table._slots.values())
+        self.host.check_integrity()
+
+
 @dataclass
 class Tracked:
     """What the machine knows of a request it submitted."""
@@ -87,7 +150,7 @@ class Tracked:
 class Machine:
     """One engine and one source of chance; `run` makes it step."""
 
-    def __init__(self, shape: str, seed: int) -> None:
+    def __init__(self, shape: str, seed: int, *, tiered: bool = False) -> None:
         self.seed = seed
         self.random = random.Random(f"{shape}/{seed}")
         self.clock = VirtualClock()
@@ -101,7 +164,14 @@ class Machine:
             waiting_max=self.random.choice([4, 30]),
             poison_freed=True,
         )
-        self.core = EngineCore(self.model, self.config, self.clock, self._sample)
+        chance = random.Random(f"tiers/{shape}/{seed}")
+        self.tiers = Tiers(self.model, chance) if tiered else None
+        store = self.tiers.store if self.tiers else None
+        self.core = EngineCore(self.model, self.config, self.clock, self._sample, tiers=store)
+        if self.tiers is not None:
+            times = self.core._times
+            times.record = lambda *_: None  # type: ignore[method-assign]
+            times.prefill_s_per_token = self.tiers.prefill_s_per_token
         self.tracked: dict[str, Tracked] = {}
         self.live: dict[str, Tracked] = {}
         self.mirror: list[set[bytes]] = [set() for _ in self.model.spec.groups]
@@ -191,6 +261,8 @@ class Machine:
         self.core.check_integrity()
         if output is not None:
             self._take(output, faulty_step)
+        elif self.tiers is not None:
+            time.sleep(0.0002)  # for the tiers' threads
         for tracked in self.live.values():
             assert tracked.spec.deadline_s is None or tracked.spec.deadline_s > now
         self.clock.advance(0.01)
@@ -201,6 +273,10 @@ class Machine:
         for emission in output.emissions:
             self._take_emission(emission, faulty_step)
         for op in output.cache_ops:
+            if op.tier:
+                assert self.tiers is not None
+                self.tiers.hear(op)
+                continue
             keys = self.mirror[op.group]
             if op.kind is CacheOpKind.STORED:
                 keys.update(op.keys)
@@ -270,7 +346,8 @@ class Machine:
         """What the emitted cache operations add up to is what the cache holds."""
         held: list[set[bytes]] = [set() for _ in self.mirror]
         for op in self.core.snapshot():
-            held[op.group].update(op.keys)
+            if not op.tier:
+                held[op.group].update(op.keys)
         for op in self.core.memory.cache.take_ops() if self.core.memory.cache else ():
             (
                 self.mirror[op.group].update
@@ -285,6 +362,9 @@ class Machine:
         """Random operations between `steps` steps, then everything is let run to its end."""
         operations = [self.submit, self.cancel, self.grant, self.evict, self.fault]
         weights = [40, 4, 10, 3, 1]
+        if self.tiers is not None:
+            operations.append(self.tiers.trouble)
+            weights.append(1)
         for index in range(steps):
             while self.random.random() < 0.4:
                 (operation,) = self.random.choices(operations, weights)
@@ -293,6 +373,8 @@ class Machine:
             self.step()
             if index % 100 == 0:
                 self.check_mirror()
+            if index % 100 == 0 and self.tiers is not None:
+                self.tiers.host.check_integrity()
         self.drain()
 
     def drain(self) -> None:
@@ -302,7 +384,9 @@ class Machine:
             self.live[name].granted += 10_000
             self.core.grant(name, 10_000)
         left = sum(t.spec.sampling.n * 200 for t in self.live.values())
-        while self.core.has_work():
+        if self.tiers is not None:
+            self.tiers.thaw()
+        while self.core.has_work() or self._rests():
             self.step()
             left -= 1
             assert left > -1000, "the engine does not come to an end"
@@ -313,6 +397,28 @@ class Machine:
         assert memory.cache is not None
         memory.cache.clear()
         assert all(pool.free == pool.total for pool in memory.pools)
+        if self.tiers is not None:
+            self._end_tiers(self.tiers)
+
+    def _rests(self) -> bool:
+        """Wait, on the tiers' time, for what is on its way; whether anything is."""
+        began = time.monotonic()
+        while self.live and not self.core.has_work():
+            assert self.tiers is not None, "requests that wait for nothing"
+            assert time.monotonic() - began < REST_S_MAX, "nothing comes of what is waited for"
+            time.sleep(0.0005)
+            self.clock.advance(0.001)
+        return self.core.has_work()
+
+    def _end_tiers(self, tiers: Tiers) -> None:
+        tiers.check_end()
+        for op in self.core._tiers.take_ops() if self.core._tiers else ():
+            tiers.hear(op)
+        held = {(name.group, name.key) for name in tiers.host.names() if name.rank == 0}
+        assert tiers.mirror == held, "told of other blocks than there are"
+        for level, blocks in tiers.store.loaded_blocks.items():
+            self.counts[level.name] += blocks
+        self.core.close()
 
 
 @contextlib.contextmanager
