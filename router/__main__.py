@@ -27,7 +27,9 @@ from seams.proof import read_secret
 from seams.rng import SystemRng
 
 GRACE_S_MAX = 3600.0
-OPTIONS = ("router", "secret_file", "listen", "internal", "metrics")  # what differs from pod to pod
+# What differs from pod to pod
+OPTIONS = ("router", "secret_file", "listen", "internal", "http", "metrics")
+ADDRESSES = ("listen", "internal", "http", "metrics")
 
 
 def read_config(path: Path | None, given_options: Mapping[str, str | float]) -> RouterConfig:
@@ -52,9 +54,14 @@ def read_config(path: Path | None, given_options: Mapping[str, str | float]) -> 
     return config
 
 
+def addresses(server: RouterServer) -> dict[str, str]:
+    """Where a started router listens, by name; "" = not at all."""
+    return {name: getattr(server, name) for name in ADDRESSES}
+
+
 def write_ready(path: Path, server: RouterServer) -> None:
     """Say where the router listens; the file appears whole or not at all."""
-    where = {"listen": server.listen, "internal": server.internal, "metrics": server.metrics}
+    where = addresses(server)
     part = path.with_name(f".{path.name}.{os.getpid()}")
     part.write_text(json.dumps(where | {"pid": os.getpid()}) + "\n")
     part.replace(path)
@@ -74,8 +81,7 @@ async def serve(config: RouterConfig, secret: bytes) -> None:
     await server.start()
     if config.ready_file:
         write_ready(Path(config.ready_file), server)
-    ports = {"listen": server.listen, "internal": server.internal, "metrics": server.metrics}
-    logs.note(logging.INFO, "listening", **ports)
+    logs.note(logging.INFO, "listening", **addresses(server))
     told, broken = asyncio.create_task(signals.get()), asyncio.create_task(server.broken())
     await asyncio.wait({told, broken}, return_when=asyncio.FIRST_COMPLETED)
     failed = not told.done()

@@ -9,17 +9,18 @@ from dataclasses import dataclass, field
 class RouterConfig:
     """One router. Addresses are host:port; port 0 means any free one.
 
-    `listen` is for clients, `internal` for replicas, `metrics` for Prometheus; empty, the default,
-    means off. `api_keys` maps key -> tenant; empty means one tenant, "default", without keys.
-    `ready_file` gets {"listen": ..., "internal": ..., "metrics": ..., "pid": ...} as JSON once all
-    listen. `grace_s`: what running streams get to end in once the router is told to stop; those
-    left are sent to another router.
+    `listen` is for clients, `internal` for replicas, `http` for OpenAI's clients, `metrics` for
+    Prometheus; the latter two are off while empty, the default. `api_keys` maps key -> tenant;
+    empty means one tenant, "default", without keys. `ready_file` gets {"listen": ..., "internal":
+    ..., "http": ..., "metrics": ..., "pid": ...} as JSON once all listen. `grace_s`: what running
+    streams get to end in once the router is told to stop; those left are sent to another router.
     """
 
     router: str
     secret_file: str
     listen: str = "127.0.0.1:0"
     internal: str = "127.0.0.1:0"
+    http: str = ""
     metrics: str = ""
     ready_file: str = ""
     api_keys: dict[str, str] = field(default_factory=dict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -20,6 +21,14 @@ class Tenant:
 
     name: str
     salt: bytes
+
+    def narrowed(self, cache_salt: str) -> Tenant:
+        """This tenant with prefixes that only callers with the same `cache_salt` share; "" changes
+        nothing. Whatever a client says, no salt of another tenant comes out."""
+        if not cache_salt:
+            return self
+        framed = b"banyan/cache_salt/1" + cache_salt.encode()
+        return Tenant(self.name, hmac.digest(self.salt, framed, "sha256"))
 
 
 class Tenants:

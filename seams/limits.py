@@ -196,6 +196,17 @@ LIMITS: dict[str, Limit] = {
     "DirectRequest.token_ids": TOKEN_IDS,
     "DirectRequest.sampling": MESSAGE,
     "DirectRequest.no_cache": FLAG,
+    # the OpenAI gateway: what has no field above (router/gateway/fields.py names the rest)
+    "OpenAI.prompts": Limit(size_max=64),  # of one request; each is a stream of its own
+    "OpenAI.choices": Limit(1, 128),  # n times prompts
+    "OpenAI.messages": Limit(size_max=4096),
+    "OpenAI.members": Limit(size_max=1024),
+    "OpenAI.flag": FLAG,
+    "OpenAI.seed": Limit(-(1 << 63), (1 << 64) - 1),
+    "OpenAI.logit_bias": Limit(size_max=1024),
+    "OpenAI.content_parts": Limit(size_max=1024),
+    "OpenAI.cache_salt": LABEL,
+    "OpenAI.user": LABEL,
 }
 
 
@@ -224,6 +235,11 @@ def _check_entries(name: str, values: Iterable[Any], limit: Limit) -> None:
         return
     _check_value(name, min(entries), limit)  # numbers: two comparisons bound a long list
     _check_value(name, max(entries), limit)
+
+
+def check_field(name: str, value: Any, entry: str) -> None:
+    """Raise InvalidRequest, which calls the value `name`, if it is over the limit of `entry`."""
+    _check_value(name, value, LIMITS[entry])
 
 
 def check_message(message: Any) -> None:

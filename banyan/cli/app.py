@@ -68,6 +68,9 @@ def up(
     listen: Annotated[
         str, typer.Option(help="HOST:PORT of the first router; the others take the next ports.")
     ] = "127.0.0.1:7600",
+    http: Annotated[
+        str, typer.Option(help="HOST:PORT for OpenAI clients, or a loopback PORT; as above.")
+    ] = "",
     metrics: Annotated[
         str, typer.Option(help="HOST:PORT for Prometheus, or a loopback PORT; routers as above.")
     ] = "",
@@ -109,7 +112,7 @@ def up(
     refuse_password(redis)
     spec = ClusterSpec(
         model=model, name=name, replicas=replicas, routers=routers, listen=listen,
-        metrics=metrics, device=device, dtype=dtype, compute=compute,
+        http=http, metrics=metrics, device=device, dtype=dtype, compute=compute,
         batch_invariant=batch_invariant, pool_gib=pool_gib or None,
         context_tokens=context_tokens, speculate=speculate,
         ray_address=ray_address, timeout_s=timeout_s,

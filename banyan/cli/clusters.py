@@ -34,6 +34,9 @@ def up(spec: ClusterSpec, *, json_output: bool) -> None:
         f"Cluster [bold]{record.name}[/bold] serves {record.served_name} with {count} "
         f"replica{'s' if count > 1 else ''} at {where} (up in {took_s:.1f} s)."
     )
+    web = [f"http://{router.http}/v1" for router in record.routers if router.http]
+    if web:
+        output.console.print(f"OpenAI clients: {', '.join(web)}")
     scraped = [router.metrics for router in record.routers if router.metrics]
     if scraped:
         urls = ", ".join(f"http://{address}/metrics" for address in scraped)

@@ -27,6 +27,7 @@ from banyan.cluster.spec import (
     adapter_folders,
     check,
     cores,
+    http_addresses,
     metrics_addresses,
     router_addresses,
     uses_gpu,
@@ -77,7 +78,8 @@ def up(spec: ClusterSpec, report: Report) -> ClusterRecord:
     with locked(path / "lock"):
         _refuse_second(spec.name)
         listens = router_addresses(spec)
-        scraped = metrics_addresses(spec, listens)
+        web = http_addresses(spec, listens)
+        scraped = metrics_addresses(spec, listens, web)
         model = resolve_model(spec.model, report)
         me = psutil.Process()
         record = ClusterRecord(
@@ -95,7 +97,7 @@ def up(spec: ClusterSpec, report: Report) -> ClusterRecord:
         with _undone_on_failure(launch):
             launch.save()
             with held_back():
-                _start_routers(launch, listens, scraped)
+                _start_routers(launch, listens, web, scraped)
                 _start_cache(launch)
                 _start_ray(launch)
                 _start_fleet(launch)
@@ -131,11 +133,12 @@ def _undone_on_failure(launch: _Launch) -> Iterator[None]:
         raise
 
 
-def _start_routers(launch: _Launch, listens: list[str], scraped: list[str]) -> None:
+def _start_routers(launch: _Launch, listens: list[str], web: list[str], scraped: list[str]) -> None:
     run = private_folder(launch.folder / "run")
     env = ray_head.environment()
     records = []
-    for index, (listen, metrics) in enumerate(zip(listens, scraped, strict=True)):
+    ports = zip(listens, web, scraped, strict=True)
+    for index, (listen, http, metrics) in enumerate(ports):
         name = f"router-{index}"
         ready = run / f"{name}.ready.json"
         ready.unlink(missing_ok=True)
@@ -144,6 +147,7 @@ def _start_routers(launch: _Launch, listens: list[str], scraped: list[str]) -> N
             secret_file=str(launch.folder / "secret"),
             listen=listen,
             internal=f"{_internal_host(launch.spec)}:0",
+            http=http,
             metrics=metrics,
             ready_file=str(ready),
             api_keys=launch.spec.api_keys,

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,15 +18,16 @@ DEFAULT_LISTEN = "127.0.0.1:7600"
 @dataclass(frozen=True)
 class ClusterSpec:
     """One cluster to start. `listen` is the first router's; further ones take the next ports, or
-    any free one for port 0; `metrics` as well. `ray_address` joins a running Ray cluster instead of
-    starting one."""
+    any free one for port 0; `http` and `metrics` as well. `ray_address` joins a running Ray cluster
+    instead of starting one."""
 
     model: str
     name: str = "default"
     replicas: int = 1
     routers: int = 1
     listen: str = DEFAULT_LISTEN
-    metrics: str = ""  # HOST:PORT, or a port of the loopback; "" = none
+    http: str = ""  # HOST:PORT, or a port of the loopback; "" = none
+    metrics: str = ""  # as well
     device: str = "auto"
     dtype: str = "auto"
     compute: str = "auto"
@@ -70,19 +72,32 @@ def router_addresses(spec: ClusterSpec) -> list[str]:
     return _free_addresses(spec.listen, spec.routers)
 
 
-def metrics_addresses(spec: ClusterSpec, listens: list[str]) -> list[str]:
-    """Where each router will answer Prometheus, "" for nowhere; `listens` are taken. Raises
+def http_addresses(spec: ClusterSpec, listens: list[str]) -> list[str]:
+    """Where each router will answer OpenAI clients, "" for nowhere; `listens` are taken. Raises
     LaunchError."""
-    if not spec.metrics:
+    return _optional_addresses(spec, "http", spec.http, {"listen": listens})
+
+
+def metrics_addresses(spec: ClusterSpec, listens: list[str], web: Sequence[str] = ()) -> list[str]:
+    """Where each router will answer Prometheus, "" for nowhere; `listens` and `web` (for HTTP) are
+    taken. Raises LaunchError."""
+    return _optional_addresses(spec, "metrics", spec.metrics, {"listen": listens, "http": web})
+
+
+def _optional_addresses(
+    spec: ClusterSpec, option: str, wanted: str, taken: Mapping[str, Sequence[str]]
+) -> list[str]:
+    if not wanted:
         return [""] * spec.routers
-    wanted = f"127.0.0.1:{spec.metrics}" if spec.metrics.isdecimal() else spec.metrics
+    first = f"127.0.0.1:{wanted}" if wanted.isdecimal() else wanted
     try:
-        addresses = _free_addresses(wanted, spec.routers)
+        addresses = _free_addresses(first, spec.routers)
     except LaunchError as error:
-        raise LaunchError(f"--metrics {spec.metrics}: {error.message}") from error
-    both = [a for a in addresses if a in listens and split_address(a)[1]]
-    if both:
-        raise LaunchError(f"--metrics and --listen both need {both[0]}.")
+        raise LaunchError(f"--{option} {wanted}: {error.message}") from error
+    for other, others in taken.items():
+        both = [a for a in addresses if a in others and split_address(a)[1]]
+        if both:
+            raise LaunchError(f"--{option} and --{other} both need {both[0]}.")
     return addresses
 
 

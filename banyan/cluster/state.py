@@ -30,6 +30,7 @@ class RouterRecord:
     internal: str
     process: Process
     metrics: str = ""  # "" = it has none
+    http: str = ""  # as well
 
 
 @dataclass(frozen=True)

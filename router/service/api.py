@@ -7,14 +7,16 @@ import logging
 import os
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from typing import TypeVar
 
 from banyan.v1 import api_pb2, api_pb2_grpc, common_pb2, internal_pb2
 from kvstore.keys import tokens_u32le
 from router.config import RouterConfig
 from router.metrics import Seen
-from router.placement import Core, Observed, Placement
+from router.outbox import credit_for
+from router.placement import Core, ModelEntry, Observed, Placement
+from router.service.calls import Call, GrpcCall
 from router.service.fleet import Fleet
 from router.service.logs import note, where
 from router.service.relay import Deadline, Relay, find_place, log_decision
@@ -91,14 +93,20 @@ class Api(api_pb2_grpc.BanyanServicer):
 
     async def Generate(self, request: api_pb2.GenerateRequest, context: Context) -> None:
         """Streams one answer; see proto/banyan/v1/api.proto for what the client may rely on."""
-        await self._ended_with_status(context, self._counted(request, context))
+        await self._ended_with_status(context, self.generate(request, GrpcCall(context)))
 
-    async def _counted(self, request: api_pb2.GenerateRequest, context: Context) -> None:
-        with Passage(self.traffic, self._clock) as passage:
-            await self._generate(request, context, passage)
+    async def generate(self, request: api_pb2.GenerateRequest, call: Call) -> None:
+        """Serve one stream to its end, whatever protocol asked. Raises BanyanError."""
+        try:
+            with Passage(self.traffic, self._clock) as passage:
+                await self._generate(request, call, passage)
+        except BanyanError:
+            raise
+        except Exception as error:
+            raise _unexpected(error) from None
 
     async def _generate(
-        self, request: api_pb2.GenerateRequest, context: Context, passage: Passage
+        self, request: api_pb2.GenerateRequest, call: Call, passage: Passage
     ) -> None:
         if self._stopping:
             raise NoReplica(STOPPING)
@@ -107,41 +115,40 @@ class Api(api_pb2_grpc.BanyanServicer):
         self._calls += 1
         self._idle.clear()
         try:
-            await self._serve(request, context, passage)
+            await self._serve(request, call, passage)
         finally:
             self._calls -= 1
             if not self._calls:
                 self._idle.set()
 
-    async def _serve(
-        self, request: api_pb2.GenerateRequest, context: Context, passage: Passage
-    ) -> None:
-        deadline = Deadline(self._clock, context.time_remaining())
-        spec = await self._spec(request, context, deadline)
-        traceparent = metadata_of(context, "traceparent")[:256]
-        if traceparent:
-            note(logging.DEBUG, "traced", request_id=spec.request_id, traceparent=traceparent)
-            await context.send_initial_metadata((("traceparent", traceparent),))
+    async def _serve(self, request: api_pb2.GenerateRequest, call: Call, passage: Passage) -> None:
+        deadline = Deadline(self._clock, call.remaining_s)
+        spec = await self._spec(request, call, deadline)
+        await call.accepted(spec.request_id)
         stream = ClientStream(spec, self._clock, max(2, self._fleet.replicas))
 
         def placed(placement: Placement) -> None:
             passage.placed()
             self._placed(spec.tenant, placement)
 
+        async def write(response: api_pb2.GenerateResponse) -> None:
+            passage.deliver(response)
+            await call.write(response)
+
         relay = Relay(
             stream, self._core, self._fleet, deadline, self._config.queue_wait_s_max, placed
         )
         self._relays.add(relay)
         try:
-            await relay.run(_writer(context, passage))
+            await relay.run(write)
         finally:
             self._relays.discard(relay)
 
     async def _spec(
-        self, request: api_pb2.GenerateRequest, context: Context, deadline: Deadline
+        self, request: api_pb2.GenerateRequest, call: Call, deadline: Deadline
     ) -> StreamSpec:
         """The request, checked and tokenized: nothing of it has reached a replica yet."""
-        tenant = self._tenants.identify(metadata_of(context, "authorization"))
+        tenant = self.identify(call.authorization).narrowed(call.cache_salt)
         check_message(request)
         check_shape(request)
         served = await self._served(request.model, deadline)
@@ -149,10 +156,33 @@ class Api(api_pb2_grpc.BanyanServicer):
         minted = Minted(
             request_id=f"{self._rng.bits(128):032x}",
             seed=self._rng.bits(SEED_BITS),
-            credit_tokens=self._config.credit_tokens,
+            credit_tokens=self._credit(request.sampling, call.siblings),
         )
-        spec = build_spec(request, prompt, served, tenant, minted)
-        return spec
+        return build_spec(request, prompt, served, tenant, minted)
+
+    def _credit(self, sampling: common_pb2.Sampling, siblings: int) -> int:
+        """Siblings fill one client's buffer between them."""
+        logprobs = sampling.logprobs if sampling.HasField("logprobs") else None
+        return credit_for(max(1, sampling.n) * siblings, logprobs, self._config.credit_tokens)
+
+    def identify(self, authorization: str) -> Tenant:
+        """Who is calling. Raises Unauthenticated."""
+        return self._tenants.identify(authorization)
+
+    async def tokens(self, request: api_pb2.GenerateRequest) -> tuple[list[int], Served]:
+        """The ids a prompt would have, and the model that would get them. Raises BanyanError."""
+        check_message(request)
+        served = await self._served(request.model, Deadline(self._clock, None))
+        return await self._tokenized(request, served.text), served
+
+    def text_of(self, name: str) -> TextModel | None:
+        """The text side of a model that is served now; None where it takes token ids only."""
+        served = self._fleet.served(name)
+        return None if served is None else served.text
+
+    def models(self) -> dict[str, ModelEntry]:
+        """What replicas serve now, by name."""
+        return self._core.models()
 
     async def _tokenized(
         self, request: api_pb2.GenerateRequest, text: TextModel | None
@@ -218,12 +248,12 @@ class Api(api_pb2_grpc.BanyanServicer):
         return await self._ended_with_status(context, self._pick(request, context))
 
     async def _pick(self, request: api_pb2.PickRequest, context: Context) -> api_pb2.PickResponse:
-        tenant = self._tenants.identify(metadata_of(context, "authorization"))
+        tenant = self.identify(metadata_of(context, "authorization"))
         check_message(request)
         if request.request.stop:
             raise InvalidRequest("A direct stream cannot have stop strings.")
         deadline = Deadline(self._clock, context.time_remaining())
-        spec = await self._spec(request.request, context, deadline)
+        spec = await self._spec(request.request, GrpcCall(context), deadline)
         stream = self._unfinished(spec)
         placement = await find_place(
             self._core,
@@ -294,14 +324,15 @@ class Api(api_pb2_grpc.BanyanServicer):
     async def _explain(
         self, request: api_pb2.ExplainRequest, context: Context
     ) -> api_pb2.ExplainResponse:
-        tenant = self._tenants.identify(metadata_of(context, "authorization"))
+        tenant = self.identify(metadata_of(context, "authorization"))
         check_message(request)
         kind = request.WhichOneof("what")
         if kind is None:
             raise InvalidRequest("The request names neither a request id nor a request.")
         if kind == "request":
             deadline = Deadline(self._clock, context.time_remaining())
-            stream = self._unfinished(await self._spec(request.request, context, deadline))
+            spec = await self._spec(request.request, GrpcCall(context), deadline)
+            stream = self._unfinished(spec)
             decision = self._core.preview(stream.place_request(frozenset()))
             return api_pb2.ExplainResponse(decision=decision)
         found = self._core.explain(request.request_id)
@@ -323,7 +354,7 @@ class Api(api_pb2_grpc.BanyanServicer):
                 replicas=len(entry.replicas),
                 tokenizer_fingerprint=entry.served.tokenizer_fingerprint,
             )
-            for name, entry in sorted(self._core.models().items())
+            for name, entry in sorted(self.models().items())
         ]
         return api_pb2.ListModelsResponse(models=models)
 
@@ -376,7 +407,7 @@ class Api(api_pb2_grpc.BanyanServicer):
         return files
 
     async def _known_caller(self, context: Context) -> None:
-        self._tenants.identify(metadata_of(context, "authorization"))
+        self.identify(metadata_of(context, "authorization"))
 
     # ---- ends ------------------------------------------------------------------------------------
 
@@ -401,19 +432,6 @@ class Api(api_pb2_grpc.BanyanServicer):
             for relay in list(self._relays):
                 relay.stop(NoReplica(STOPPING))
             self._fleet.wake()
-
-
-def _writer(
-    context: Context, passage: Passage
-) -> Callable[[api_pb2.GenerateResponse], Awaitable[None]]:
-    async def write(response: api_pb2.GenerateResponse) -> None:
-        passage.deliver(response)
-        try:
-            await context.write(response)
-        except Exception:  # the library has no public class for it: the client is gone
-            raise asyncio.CancelledError from None
-
-    return write
 
 
 def _unexpected(error: Exception) -> InternalError:

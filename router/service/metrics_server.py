@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from router.metrics import CONTENT_TYPE
+from router.service import sockets
 from router.service.logs import note, where
-from seams.errors import LaunchError
 
 PATH = b"/metrics"
 CONNECTIONS_MAX = 64  # further ones are cut off at once
@@ -37,14 +37,6 @@ REASONS = {
 }
 
 
-def split_host(address: str) -> tuple[str, int]:
-    """host:port, taken apart; a host must be named. Raises LaunchError."""
-    host, colon, port = address.rpartition(":")
-    if not (colon and host and port.isdecimal() and int(port) < 65536):
-        raise LaunchError(f"The router's metrics address {address} is no HOST:PORT.")
-    return host.strip("[]"), int(port)
-
-
 class MetricsServer:
     """`write` yields the text in parts; it is called anew for each text."""
 
@@ -60,15 +52,8 @@ class MetricsServer:
     def bind(self, address: str) -> str:
         """Take host:port and return it with the real port; nobody is answered before `start`.
         Raises LaunchError."""
-        host, port = split_host(address)
-        try:
-            family, _, _, _, at = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            self._socket = socket.create_server(at[:2], family=family, backlog=CONNECTIONS_MAX)
-        except OSError:
-            raise LaunchError(
-                f"The router cannot listen on {address}: the port is busy or not ours."
-            ) from None
-        return f"{address.rpartition(':')[0]}:{self._socket.getsockname()[1]}"
+        self._socket, at = sockets.take(address, "metrics", CONNECTIONS_MAX)
+        return at
 
     async def start(self) -> None:
         """Answer from now on."""

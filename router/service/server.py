@@ -14,6 +14,8 @@ from grpc_reflection.v1alpha import reflection
 
 from banyan.v1 import api_pb2, api_pb2_grpc, internal_pb2, internal_pb2_grpc
 from router.config import RouterConfig
+from router.gateway.routes import Gateway
+from router.gateway.server import GatewayServer
 from router.metrics import exposition
 from router.placement import Core
 from router.service.api import Api
@@ -52,20 +54,22 @@ def bind(server: grpc.aio.Server, address: str) -> str:
 
 
 class RouterServer:
-    """One router. `listen`, `internal` and `metrics` hold the real addresses once it is started;
-    `metrics` is "" if none was asked for."""
+    """One router. `listen`, `internal`, `http` and `metrics` hold the real addresses once it is
+    started; the latter two are "" if none was asked for."""
 
     def __init__(
         self, config: RouterConfig, secret: bytes, core: Core, clock: Clock, rng: Rng
     ) -> None:
         self.listen = ""
         self.internal = ""
+        self.http = ""
         self.metrics = ""
         self._config = config
         self._core = core
         self._clock = clock
         self._fleet = Fleet(config, secret, core, clock, rng)
         self._api = Api(config, secret, core, self._fleet, clock, rng)
+        self._gateway = GatewayServer(Gateway(self._api, lambda: self._ready).serve)
         self._scraped = MetricsServer(lambda: exposition(self._api.seen()))
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._ready = False
@@ -77,16 +81,27 @@ class RouterServer:
         public, internal = self._public(), self._internal()
         self.listen = bind(public, self._config.listen)
         self.internal = bind(internal, self._config.internal)
-        if self._config.metrics:
-            self.metrics = self._scraped.bind(self._config.metrics)
+        await self._bind_http()
         await self._health.set("", _Status.SERVING)
         await self._health.set("ready", _Status.NOT_SERVING)
         for server in (public, internal):
             await server.start()
             self._servers.append(server)
+        if self.http:
+            await self._gateway.start()
         if self.metrics:
             await self._scraped.start()
         self._ticker = asyncio.create_task(self._keep_time())
+
+    async def _bind_http(self) -> None:
+        try:
+            if self._config.http:
+                self.http = self._gateway.bind(self._config.http)
+            if self._config.metrics:
+                self.metrics = self._scraped.bind(self._config.metrics)
+        except LaunchError:
+            await self._gateway.close(0.0)
+            raise
 
     async def broken(self) -> None:
         """Returns once the router cannot go on: leases would never run out. It is to be stopped."""
@@ -143,7 +158,9 @@ class RouterServer:
             self._ticker.cancel()
         await self._set_ready(False)
         closing = asyncio.create_task(public.stop(grace_s + STOP_S))
+        self._gateway.stop_accepting()
         await self._api.drain(grace_s)
+        await self._gateway.close(STOP_S)
         await closing
         await self._fleet.close()
         await internal.stop(0)

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 REPLACEMENT = "\ufffd"
 HELD_TOKENS_MAX = 16  # an unknown decoder's incomplete text is given out after this many tokens
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Detokenizer(Protocol):
@@ -106,7 +106,7 @@ class WindowDetokenizer:
         if token is None or token_id in self._special_ids:
             return ""
         self._ids.append(token_id)
-        if _BYTE_TOKEN.fullmatch(token):
+        if BYTE_TOKEN.fullmatch(token):
             return ""
         text = self._decode(self._ids)
         held = len(self._ids) - self._read

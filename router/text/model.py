@@ -12,6 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from router.text.detokenize import (
+    BYTE_TOKEN,
     ByteDetokenizer,
     ByteVocabulary,
     Detokenizer,
@@ -21,6 +22,7 @@ from router.text.template import ChatTemplate, special_tokens, template_source
 from seams.errors import Incompatible, InvalidRequest
 from seams.textfiles import TEMPLATE_FILE, template_fingerprint, tokenizer_fingerprint
 
+SPACE = "\u2581"  # as SentencePiece writes it
 CONTEXT_TOKENS = 8  # of the prompt, so that a continued text keeps its leading space
 
 
@@ -113,6 +115,15 @@ class TextModel:
     def decode(self, token_ids: Sequence[int]) -> str:
         """The whole text at once, special tokens left out."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for; of a special one its name. May be a part of a character."""
+        token = self._tokenizer.id_to_token(token_id) or ""
+        if self._bytes is not None and token_id not in self._special_ids:
+            return self._bytes[token_id]
+        if BYTE_TOKEN.fullmatch(token):
+            return bytes.fromhex(token[3:5])
+        return token.replace(SPACE, " ").encode()
 
     def detokenizer(self, context: Sequence[int] = ()) -> Detokenizer:
         """A new detokenizer. `context`: prompt ids that the text continues, none for a chat."""

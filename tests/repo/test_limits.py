@@ -40,11 +40,15 @@ def fields() -> dict[str, FieldDescriptor]:
     return seen
 
 
+# Those of the HTTP gateway stand for no message (tests/router_gateway/test_gateway_requests.py).
+MESSAGES = sorted(name for name in LIMITS if not name.startswith("OpenAI."))
+
+
 def test_every_request_field_has_a_limit_and_no_limit_is_stale() -> None:
-    assert set(fields()) == set(LIMITS)
+    assert set(fields()) == set(MESSAGES)
 
 
-@pytest.mark.parametrize("name", sorted(LIMITS))
+@pytest.mark.parametrize("name", MESSAGES)
 def test_sized_fields_are_sized_and_messages_are_walked(name: str) -> None:
     field, limit = fields()[name], LIMITS[name]
     if field.message_type is not None:
