@@ -15,7 +15,7 @@ from router.gateway.requests import Asked
 from router.text.model import TextModel
 from seams.errors import InvalidRequest
 
-ANSWER_TOKENS_MAX = 1 << 20  # of one that is not streamed, logprobs counted as tokens
+ANSWER_TOKENS_MAX = 1 << 17  # of one that is not streamed, logprobs counted as tokens
 DONE = b"data: [DONE]\n\n"
 REASONS = {
     common_pb2.FINISH_REASON_STOP: "stop",

@@ -71,6 +71,7 @@ class Exchange:
         self._bodies = bodies
         self._held = 0
         self._wire = h11.Connection(h11.SERVER, max_incomplete_event_size=HEAD_BYTES_MAX)
+        self._head_only = False
         self.begun = False  # the present answer's head is out
         self.idle = True  # between two requests
         writer.transport.set_write_buffer_limits(high=UNREAD_BYTES_MAX)
@@ -96,7 +97,10 @@ class Exchange:
                     request = self._next()
         except TimeoutError:
             raise Problem(408, "The request did not arrive in time.", INVALID) from None
-        return _head(request) if isinstance(request, h11.Request) else None
+        if not isinstance(request, h11.Request):
+            return None
+        self._head_only = request.method == b"HEAD"
+        return _head(request)
 
     def _next(self) -> Any:
         """What h11 has read. Raises Problem."""
@@ -152,7 +156,8 @@ class Exchange:
         body = to_json(value, inf_nan_mode="null")
         length = [("content-length", str(len(body)))]
         self._begin(status, "application/json", [*headers, *length])
-        self._write(h11.Data(data=body))
+        if not self._head_only:
+            self._write(h11.Data(data=body))
         self._write(h11.EndOfMessage())
         await self._flush()
 

@@ -26,7 +26,7 @@ INVALID = "invalid_request_error"
 SERVER = "server_error"
 
 
-@dataclass
+@dataclass(eq=False)
 class Problem(Exception):
     """Ends one HTTP request. `retry_after_s` None: a retry would not help."""
 
@@ -36,6 +36,7 @@ class Problem(Exception):
     code: str | None = None
     param: str | None = None
     retry_after_s: float | None = None
+    allow: str = ""  # 405: the method that this path takes
 
     @property
     def body(self) -> dict[str, Any]:
@@ -46,9 +47,10 @@ class Problem(Exception):
     @property
     def headers(self) -> list[tuple[str, str]]:
         """What goes with it."""
-        if self.retry_after_s is None:
-            return []
-        return [("retry-after", str(max(1, round(self.retry_after_s))))]
+        lines = [("allow", self.allow)] if self.allow else []
+        if self.retry_after_s is not None:
+            lines.append(("retry-after", str(max(1, round(self.retry_after_s)))))
+        return lines
 
 
 # The first that an error is an instance of: HTTP status, type, code.

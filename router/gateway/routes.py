@@ -42,8 +42,9 @@ class Gateway:
         if found is None:
             raise Problem(404, "There is nothing at this path.", INVALID, "unknown_url")
         method, route = found
-        if head.method != method:
-            raise Problem(405, f"This path takes {method}.", INVALID, "method_not_allowed")
+        if head.method != method and (head.method, method) != ("HEAD", "GET"):
+            message, code = f"This path takes {method}.", "method_not_allowed"
+            raise Problem(405, message, INVALID, code, allow=method)
         if method == "GET":
             await exchange.body()
         await route(self, exchange, head)

@@ -33,6 +33,7 @@ VARIANTS = {
         }
     },
     "metrics": {"observability": {"metrics": {"enabled": True, "port": 9999}}},
+    "http": {"router": {"http": {"enabled": True, "port": 8123}}},
     "two groups": {"workers": [DEFAULTS["workers"][0], CPU["workers"][0]]},
 }
 
@@ -223,6 +224,20 @@ def test_metrics_are_found_at_every_router_and_never_behind_the_clients_service(
     assert ports["banyan-routers"]["metrics"] == 9999
 
 
+def test_http_is_off_by_default_and_else_behind_the_clients_service() -> None:
+    off = render({})
+    assert "--http" not in json.dumps(off)
+    objects = render(VARIANTS["http"])
+    [router] = [d for d in by_kind(objects, "Deployment") if "router" in d["metadata"]["name"]]
+    [container] = router["spec"]["template"]["spec"]["containers"]
+    assert "--http=$(POD_IP):8123" in container["args"]
+    assert {"name": "http", "containerPort": 8123} in container["ports"]
+    ports = [(s, p) for s in by_kind(objects, "Service") for p in s["spec"]["ports"]]
+    [(service, port)] = [(s, p) for s, p in ports if p["name"] == "http"]
+    assert service["metadata"]["name"] == "banyan"
+    assert (port["port"], port["targetPort"]) == (8123, "http")
+
+
 def altered(path: str, value: object) -> dict[str, Any]:
     values = copy.deepcopy(DEFAULTS)
     target, *rest = path.split(".")
@@ -240,6 +255,9 @@ def altered(path: str, value: object) -> dict[str, Any]:
         ("router.replicas", "two"),
         ("router.ports.grpc", 70000),
         ("router.colour", "blue"),
+        ("router.http.port", 0),
+        ("router.http.enabled", "yes"),
+        ("router.http.host", "0.0.0.0"),
         ("workers", []),
         ("workers.0.name", "Not A Name"),
         ("workers.0.poolGib", 0),

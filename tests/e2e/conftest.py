@@ -55,6 +55,7 @@ def cluster(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     home = tmp_path_factory.mktemp("home")
     options = ["--model", str(demo_model), "--replicas", "2", "--routers", "2", "--dtype", "fp32"]
     options += ["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0", "--device", "cpu"]
+    options += ["--http", "127.0.0.1:0"]
     done = run_banyan(home, "up", *options, "--json")
     try:
         assert done.returncode == 0, done.stdout + done.stderr + logs(home)

@@ -43,6 +43,7 @@ def test_sockets_are_the_documented_ones(cluster) -> None:
     for router in cluster.record.routers:
         kinds[port_of(router.listen)] = "router, `--listen`"
         kinds[port_of(router.internal)] = "router, `--internal`"
+        kinds[port_of(router.http)] = "router, `--http`"
         kinds[port_of(router.metrics)] = "router, `--metrics`"
     with Client(cluster.record.addresses, timeout_s=30) as client:
         for replica in client.cluster_state().replicas:

@@ -203,7 +203,11 @@ def test_models_tokens_and_health() -> None:
             reset = await call(address, "POST", "/reset_prefix_cache")
             assert reset.status == 501 and reset.error["code"] == "not_implemented"
             assert (await call(address, "GET", "/nothing")).error["code"] == "unknown_url"
-            assert (await call(address, "GET", CHAT)).status == 405
+            wrong = await call(address, "GET", CHAT)
+            assert (wrong.status, wrong.headers["allow"]) == (405, "POST")
+            await running.until(lambda: running.server._ready)
+            raw = await sent_raw(address, b"HEAD /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert raw.startswith(b"HTTP/1.1 200") and raw.endswith(b"\r\n\r\n")
         async with cluster(**HTTP) as running:
             assert (await call(at(running), "GET", "/health")).status == 503
 
