@@ -218,6 +218,12 @@ class Exchange:
 
 
 def _head(request: h11.Request) -> Head:
+    """Raises Problem for one of another HTTP, or too large though it came in one packet."""
+    if request.http_version not in (b"1.0", b"1.1"):
+        raise Problem(505, "The gateway speaks HTTP/1.1.")
+    size = len(request.target) + sum(len(name) + len(value) for name, value in request.headers)
+    if size > HEAD_BYTES_MAX:
+        raise Problem(431, f"The request's head is larger than {HEAD_BYTES_MAX} bytes.")
     target = request.target.decode("ascii", "replace")
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers}
     return Head(request.method.decode("ascii"), target.partition("?")[0], headers)

@@ -78,7 +78,7 @@ def completion(body: Mapping[str, Any], headers: Mapping[str, str]) -> Asked:
     """POST /v1/completions. Raises Problem."""
     given = fields.read(body, fields.COMPLETION)
     _refuse(body)
-    given.setdefault("max_tokens", given.get("max_completion_tokens", COMPLETION_TOKENS))
+    given.setdefault("max_tokens", COMPLETION_TOKENS)
     prompts = _prompts(body.get("prompt"))
     return _asked(given, headers, prompts, chat=False, logprobs=given.get("logprobs"))
 
