@@ -18,9 +18,9 @@ RENDERED = list(b"user: hello\n")
 
 
 @asynccontextmanager
-async def served(script: Script, **config: Any) -> AsyncIterator[tuple[Cluster, Any]]:
+async def served(*scripts: Script, **config: Any) -> AsyncIterator[tuple[Cluster, Any]]:
     async with (
-        cluster(script, http="127.0.0.1:0", api_keys=KEYS, **config) as running,
+        cluster(*scripts, http="127.0.0.1:0", api_keys=KEYS, **config) as running,
         openai.AsyncOpenAI(
             base_url=f"http://{running.server.http}/v1", api_key="key-a", max_retries=0
         ) as client,
@@ -99,7 +99,7 @@ def test_errors_arrive_as_the_sdk_s_own() -> None:
             with pytest.raises(openai.RateLimitError) as full:
                 await client.completions.create(model="scripted", prompt="x")
             assert int(full.value.response.headers["retry-after"]) >= 1
-        async with served(Script(fetchable=False), queue_wait_s_max=0.1) as (_, client):
+        async with served(queue_wait_s_max=0.1) as (_, client):
             with pytest.raises(openai.InternalServerError) as nobody:
                 await client.completions.create(model="scripted", prompt="x")
             assert nobody.value.status_code == 503
