@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 import h11
@@ -23,6 +23,9 @@ from seams.errors import BanyanError
 
 MODELS = "/v1/models"
 DECODE_IDS = 4096  # more are decoded beside the loop
+THREAD_BYTES = 64 * 1024  # larger bodies are read beside the loop, one at a time
+
+T = TypeVar("T")
 
 Route = Callable[["Gateway", Exchange, Head], Awaitable[None]]
 
@@ -34,6 +37,7 @@ class Gateway:
         self._api = api
         self._ready = ready
         self._began_unix_s = int(time.time())
+        self._large = asyncio.Semaphore(1)
 
     async def serve(self, exchange: Exchange, head: Head) -> None:
         """One request. Raises Problem or BanyanError before the answer has begun."""
@@ -52,25 +56,33 @@ class Gateway:
     def _known_caller(self, head: Head) -> None:
         self._api.identify(head.headers.get("authorization", ""))
 
-    async def _posted(self, exchange: Exchange, head: Head) -> dict[str, Any]:
-        """The JSON body of a caller who may call. A web page of another origin cannot send this
-        content type unasked, so none reaches a cluster on the loopback of who looks at it."""
+    async def _posted(
+        self, exchange: Exchange, head: Head, meant: Callable[[dict[str, Any]], T]
+    ) -> T:
+        """What the JSON body of a caller who may call means. A web page of another origin cannot
+        send this content type unasked, so none reaches a cluster on its reader's loopback."""
         self._known_caller(head)
         kind = head.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             message = "The content type must be application/json."
             raise Problem(415, message, INVALID, "unsupported_media_type")
-        return fields.parse(await exchange.body())
+        body = await exchange.body()
+        if len(body) <= THREAD_BYTES:
+            return meant(fields.parse(body))
+        async with self._large:
+            return await asyncio.to_thread(lambda: meant(fields.parse(body)))
 
     # ---- generation ------------------------------------------------------------------------------
 
     async def _chat(self, exchange: Exchange, head: Head) -> None:
-        body = await self._posted(exchange, head)
-        await self._generate(exchange, head, requests.chat(body, head.headers))
+        asked = await self._posted(exchange, head, lambda body: requests.chat(body, head.headers))
+        await self._generate(exchange, head, asked)
 
     async def _completion(self, exchange: Exchange, head: Head) -> None:
-        body = await self._posted(exchange, head)
-        await self._generate(exchange, head, requests.completion(body, head.headers))
+        asked = await self._posted(
+            exchange, head, lambda body: requests.completion(body, head.headers)
+        )
+        await self._generate(exchange, head, asked)
 
     async def _generate(self, exchange: Exchange, head: Head, asked: Asked) -> None:
         if asked.stream:
@@ -137,14 +149,16 @@ class Gateway:
         }
 
     async def _tokenize(self, exchange: Exchange, head: Head) -> None:
-        request = requests.tokenization(await self._posted(exchange, head))
+        request = await self._posted(exchange, head, requests.tokenization)
         ids, served = await self._api.tokens(request)
         context_tokens = served.entry.served.context_tokens
         answer = {"count": len(ids), "max_model_len": context_tokens, "tokens": ids}
         await exchange.answer(200, answer)
 
     async def _detokenize(self, exchange: Exchange, head: Head) -> None:
-        given = fields.read(await self._posted(exchange, head), fields.DETOKENIZE)
+        given = await self._posted(
+            exchange, head, lambda body: fields.read(body, fields.DETOKENIZE)
+        )
         if "tokens" not in given:
             raise invalid("tokens is missing.", "tokens")
         ids, model = given["tokens"], given.get("model", "")
