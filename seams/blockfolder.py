@@ -57,6 +57,10 @@ class BlockFolder(Protocol):
         """Take `name` away; missing is fine. Its room comes back once its device is closed."""
         ...
 
+    def present(self) -> bool:
+        """Whether the folder is still found where it was: what is written elsewhere is lost."""
+        ...
+
     def rename(self, name: str, new_name: str) -> None:
         """Atomically, replacing `new_name`."""
         ...
@@ -142,6 +146,13 @@ class FileBlockFolder:
         found = (self._path / name).lstat()
         return max(found.st_size, 512 * found.st_blocks)
 
+    def present(self) -> bool:
+        try:
+            named, ours = self._path.stat(), os.fstat(self._directory_fd)
+        except OSError:
+            return False
+        return (named.st_dev, named.st_ino) == (ours.st_dev, ours.st_ino)
+
     def free_bytes(self) -> int:
         found = os.fstatvfs(self._directory_fd)
         return found.f_bavail * found.f_frsize
@@ -213,6 +224,9 @@ class MemoryBlockFolder:
         self._free_bytes = free_bytes
         self.devices: dict[str, MemoryBlockDevice] = {}
         self.files: dict[str, bytes] = {}
+
+    def present(self) -> bool:
+        return True
 
     def names(self) -> list[str]:
         return sorted([*self.devices, *self.files])

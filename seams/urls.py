@@ -39,6 +39,14 @@ def has_password(url: str) -> bool:
     return bool(found.password) or "password" in parse_qs(found.query, keep_blank_values=True)
 
 
+def port_is_valid(url: str) -> bool:
+    """Whether the URL names no port, or one that can be."""
+    try:
+        return _split(url).port != 0
+    except ValueError:
+        return False
+
+
 def without_password(url: str) -> str:
     """Scheme, host and path: for people, and for files that others read."""
     found = _split(url)

@@ -37,7 +37,12 @@ def places(nvme: str, redis: str, name: str) -> Places:
         redis = f"{FILE_MARK}{state.folder(name) / 'run' / URL_FILE}" if record.redis else ""
         if not (nvme or redis):
             raise LaunchError(f"Cluster {name} has no disk tier and no shared one.")
-    found = disk_tier.directories(Path(nvme).expanduser()) if nvme else []
+    try:
+        found = disk_tier.directories(Path(nvme).expanduser()) if nvme else []
+    except LaunchError:
+        if not redis:  # else the shared tier is still worth a look
+            raise
+        found = []
     state.folder(name)  # the name is none of ours if this raises
     return Places(tuple(found), read_url(redis), name)
 
@@ -98,10 +103,13 @@ def clear(where: Places, *, json_output: bool) -> None:
 
 
 def _refuse(disks: list[disk_tier.Of[T]]) -> None:
-    """The first directory that was left alone, as the command's error."""
-    for disk in disks:
-        if disk.problem:
-            raise LaunchError(f"{disk.replica} was left alone: {disk.problem}")
+    """The directories that were left alone, as the command's error."""
+    left = [disk for disk in disks if disk.problem]
+    if left:
+        names = ", ".join(disk.replica for disk in left)
+        raise LaunchError(
+            f"{names} {'was' if len(left) == 1 else 'were'} left alone: {left[0].problem}"
+        )
 
 
 def _verified_row(disk: disk_tier.Of[Contents]) -> list[Any]:

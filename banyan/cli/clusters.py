@@ -125,7 +125,16 @@ def _router_row(router: RouterRecord, seen: api_pb2.ClusterStateResponse | None)
 def _missing_tiers(record: ClusterRecord, found: dict[str, api_pb2.ReplicaState]) -> list[str]:
     """One sentence for each tier asked for that a replica goes on without."""
     asked = [name for name, of in (("disk", record.nvme), ("shared", record.redis)) if of]
+    broken = {
+        "disk": "its directory is gone, or the disk fails",
+        "shared": "the server does not answer, or refuses: is the URL, password included, right?",
+    }
     return [
+        f"{seen.replica} goes on without its {tier.tier} tier: {broken[tier.tier]}."
+        for seen in found.values()
+        for tier in seen.tiers
+        if tier.state == "broken" and tier.tier in asked
+    ] + [
         f"{seen.replica} runs without its {name} tier: its log says why."
         for seen in found.values()
         for name in asked

@@ -24,7 +24,7 @@ def serve(url_file: Path, memory_bytes: int, stopping: threading.Event) -> None:
     with EmbeddedValkey(memory_bytes) as server:
         write_private(url_file, server.url + "\n")
         while not stopping.wait(POLL_S):
-            if not _listens(server.socket_path):
+            if not (server.watched and _listens(server.socket_path)):
                 raise LaunchError("The embedded cache server has ended.")
 
 

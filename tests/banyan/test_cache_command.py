@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from banyan.cluster import state, tiers
+from banyan.cluster import processes, state, tiers
 from banyan.cluster.processes import Process
 from banyan.cluster.spec import ClusterSpec
 from banyan.cluster.state import ClusterRecord
@@ -206,6 +206,25 @@ def test_a_server_that_ends_is_noticed(tmp_path: Path) -> None:
     owner = psutil.Process(process.pid)
     owner.wait(timeout=20)
     assert "has ended" in Path(process.log).read_text()
+
+
+@pytest.mark.parametrize("owner_too", [False, True])
+def test_a_server_whose_shell_was_killed_does_not_stay(tmp_path: Path, owner_too: bool) -> None:
+    """Nothing watches it any more: its owner ends it, or whoever ends the owner's session."""
+    process = tiers.begin_server(ClusterSpec("fake:full", redis="embedded"), tmp_path, tmp_path)
+    assert process is not None
+    tiers.wait_server(process, tmp_path)
+    owner = psutil.Process(process.pid)
+    below = owner.children(recursive=True)
+    [shell] = [child for child in below if "valkey" not in child.name()]
+    if owner_too:
+        owner.suspend()
+    shell.kill()
+    if owner_too:
+        owner.kill()
+        for left in processes.members(process):
+            left.kill()
+    assert not psutil.wait_procs([owner, *below], timeout=20)[1]
 
 
 def test_a_server_that_does_not_start_is_one_sentence(tmp_path: Path) -> None:

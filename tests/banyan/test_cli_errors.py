@@ -67,6 +67,7 @@ def sentence(done: subprocess.CompletedProcess[str]) -> str:
         (["--redis", "memcached"], "error: --redis must be none, embedded, a redis://, rediss://"),
         (["--redis", "redis://:pw@h:1/0"], "error: A password in --redis can be read by every"),
         (["--redis", "redis://h:1/0?password=pw"], "error: A password in --redis can be read by"),
+        (["--redis", "redis://h:99999"], "error: --redis: the URL's port must be a number from 1"),
         (["--redis", "@/no/such"], "error: The file that holds the shared cache's URL cannot be"),
         (["--redis", "embedded", "--ray-address", "h:1"], "error: --redis embedded serves this"),
         (["--cold-codec", "zip"], "error: --cold-codec: The cold codec must be none or fp8."),

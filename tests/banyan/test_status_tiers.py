@@ -29,7 +29,9 @@ def test_a_tier_that_was_asked_for_and_is_not_there_is_a_problem() -> None:
     record = ClusterRecord("c", "m", "m", nvme="/disk", redis="embedded")
     starting = api_pb2.ReplicaState(replica="starting")  # has not reported yet
     found = {r.replica: r for r in (replica("a", HOST, SHARED), replica("b"), starting)}
-    assert clusters._missing_tiers(record, found) == [
+    broken, *absent = clusters._missing_tiers(record, found)
+    assert broken.startswith("a goes on without its shared tier: the server does not answer")
+    assert absent == [
         "a runs without its disk tier: its log says why.",
         "b runs without its disk tier: its log says why.",
         "b runs without its shared tier: its log says why.",

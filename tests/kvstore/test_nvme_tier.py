@@ -588,3 +588,16 @@ def test_a_snapshot_that_lies_is_only_a_hint(directory: Path) -> None:
     assert tier.stats().corrupt == Counter(key=2)
     tier.check_integrity()
     tier.close()
+
+
+def test_a_directory_that_is_gone_is_told(tmp_path: Path) -> None:
+    """What it holds is still served, and lost with the process: an operator must hear of it."""
+    tier = NvmeTier(
+        tmp_path / "disk", 4 << 20, "r", {0: 4096}, free_space_floor_bytes=0, tended=False
+    )
+    tier.tend()
+    assert tier.stats().state == "ok"
+    shutil.rmtree(tmp_path / "disk")
+    tier.tend()
+    assert tier.stats().state == "broken"
+    tier.close()
