@@ -141,14 +141,19 @@ def test_sigkill_at_several_token_indices_is_invisible(processes: Processes) -> 
             truth = [a.ids() for a in (await all_streams(stub))[0]]
             assert all(len(ids) == TOKENS for ids in truth)
             for at in (0, TOKENS // 2, TOKENS - 2):
-                answers, victim = await all_streams(stub, processes, at)
-                for i, answer in enumerate(answers):
-                    assert answer.code is grpc.StatusCode.OK, (at, i, answer.details)
-                    assert answer.ids() == truth[i], (at, i)
-                    assert answer.usage.completion_tokens == TOKENS
-                assert sum(a.usage.moves for a in answers) > 0 or at == TOKENS - 2
-                processes.start_worker(victim)
-                await ready(stub, 2)
+                moves = 0
+                for _ in range(5):  # on a busy machine all may have ended before the kill
+                    answers, victim = await all_streams(stub, processes, at)
+                    processes.start_worker(victim)
+                    for i, answer in enumerate(answers):
+                        assert answer.code is grpc.StatusCode.OK, (at, i, answer.details)
+                        assert answer.ids() == truth[i], (at, i)
+                        assert answer.usage.completion_tokens == TOKENS
+                    moves += sum(a.usage.moves for a in answers)
+                    await ready(stub, 2)
+                    if moves or at == TOKENS - 2:
+                        break
+                assert moves or at == TOKENS - 2
 
     asyncio.run(scenario())
 
@@ -158,12 +163,18 @@ def test_sigkill_under_several_choices_is_one_typed_error(processes: Processes) 
         async with grpc.aio.insecure_channel(processes.router["listen"]) as channel:
             stub = api_pb2_grpc.BanyanStub(channel)
             await ready(stub, 2)
-            answers, victim = await all_streams(stub, processes, TOKENS // 2, choices=2)
-            codes = {a.code for a in answers if a.started[0].replica == victim}
-            assert grpc.StatusCode.UNAVAILABLE in codes
-            assert codes <= {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.OK}
-            others = {a.code for a in answers if a.started[0].replica != victim}
-            assert others <= {grpc.StatusCode.OK}
-            processes.start_worker(victim)
+            lost = False
+            for _ in range(5):  # on a busy machine all may have ended before the kill
+                answers, victim = await all_streams(stub, processes, TOKENS // 2, choices=2)
+                processes.start_worker(victim)
+                codes = {a.code for a in answers if a.started[0].replica == victim}
+                assert codes <= {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.OK}
+                others = {a.code for a in answers if a.started[0].replica != victim}
+                assert others <= {grpc.StatusCode.OK}
+                await ready(stub, 2)
+                lost = grpc.StatusCode.UNAVAILABLE in codes
+                if lost:
+                    break
+            assert lost
 
     asyncio.run(scenario())
