@@ -184,12 +184,19 @@ def every_way(
         "cached, preempted": lambda: ways.together(
             growing, hopeful=True, blocks=small_pool, cache=True, running_max=40
         ),
-        "cached, tiered": lambda: ways.tiered(
-            [*requests, *(replace(one, request_id=one.request_id + "'") for one in requests)],
-            blocks=small_pool * 2,
-        ),
+        "cached, tiered": lambda: ways.tiered(_soon_again(requests), blocks=small_pool * 2),
         "migrated": lambda: ways.migrated(single, **cached),
     }
+
+
+def _soon_again(requests: Sequence[EngineRequest], apart: int = 60) -> list[EngineRequest]:
+    """Every so many, and then the same again: long after they left a small pool, and before an
+    endless line of others has pushed them out of the tiers too."""
+    order: list[EngineRequest] = []
+    for at in range(0, len(requests), apart):
+        some = requests[at : at + apart]
+        order += [*some, *(replace(one, request_id=one.request_id + "'") for one in some)]
+    return order
 
 
 def check(name: str, told: Told, right: Told) -> str:
