@@ -44,10 +44,10 @@ class Sinker:
         most = max(room.values())
         coldest = self._host.coldest_dirty(most + len(self._under_way))
         with self._lock:
-            names = [name for name in coldest if _slot(name) not in self._under_way][:most]
+            names = [name for name in coldest if name.slot not in self._under_way][:most]
             names.reverse()  # parents first
             for i, name in enumerate(names):
-                self._under_way[_slot(name)] = [sum(i < count for count in room.values()), 0]
+                self._under_way[name.slot] = [sum(i < count for count in room.values()), 0]
         for level, queue in self._lower.items():
             sinking = _Sinking(self, self._host, level)
             jobs = [StoreJob(name, sinking.source, sinking.done) for name in names[: room[level]]]
@@ -61,11 +61,11 @@ class Sinker:
             self._host.mark_clean(name)
             self._kept(name, level)
         with self._lock:
-            answers = self._under_way[_slot(name)]
+            answers = self._under_way[name.slot]
             answers[0] -= 1
             answers[1] += taken
             if answers[0] == 0:
-                del self._under_way[_slot(name)]
+                del self._under_way[name.slot]
                 if answers[1] == 0 and self._host.lookup((name,), 0.0)[0]:  # refused, not gone
                     self._again_s = time.monotonic() + PAUSE_S
         if self._lower[level].stores_free() > STORES_MAX // 2:
@@ -101,16 +101,12 @@ class _Sinking:
     def source(self, name: BlockName) -> memoryview | None:
         view = self._host.pin(name)
         if view is not None:
-            self._pinned.add(_slot(name))
+            self._pinned.add(name.slot)
         return view
 
     def done(self, name: BlockName, status: Status) -> None:
-        slot = _slot(name)
+        slot = name.slot
         if slot in self._pinned:
             self._pinned.discard(slot)
             self._host.unpin(name)
         self._sinker.answered(name, self._level, status)
-
-
-def _slot(name: BlockName) -> tuple[bytes, int, int]:
-    return name.key, name.group, name.rank

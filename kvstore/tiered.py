@@ -196,7 +196,7 @@ class TieredStore:
                 fetch.places[group][at] = Place.COMING if names else Place.READY
                 fetch.missing[group][at] = len(names)
                 for name in names:
-                    waiting = self._coming.setdefault(_slot(name), [])
+                    waiting = self._coming.setdefault(name.slot, [])
                     if not waiting:
                         begun.append(name)
                     waiting.append((fetch, group, at))
@@ -208,24 +208,24 @@ class TieredStore:
         with self._lock:
             wanted = any(
                 not fetch.cancelled and fetch.first + at >= fetch.front
-                for fetch, _, at in self._coming[_slot(name)]
+                for fetch, _, at in self._coming[name.slot]
             )
         place = self.host.begin(name) if wanted else None
         if place is not None:
             with self._lock:
-                self._filling.add(_slot(name))
+                self._filling.add(name.slot)
         return place
 
     def _came(self, name: BlockName, status: Status) -> None:
         ok = status is Status.OK
         with self._lock:
-            filling = _slot(name) in self._filling
-            self._filling.discard(_slot(name))
+            filling = name.slot in self._filling
+            self._filling.discard(name.slot)
         if filling:
             self.host.finish(name, ok)
         ok = ok or self.host.lookup((name,), 0.0)[0]
         with self._lock:
-            for fetch, group, at in self._coming.pop(_slot(name), []):
+            for fetch, group, at in self._coming.pop(name.slot, []):
                 fetch.missing[group][at] -= 1
                 if not ok:
                     fetch.places[group][at] = Place.ABSENT
@@ -338,13 +338,6 @@ class TieredStore:
         lower = {level: queue.tier.stats() for level, queue in self.lower.items()}
         return {Level.HOST: self.host.stats(), **lower}
 
-    def clear(self) -> None:
-        """Forget everything that is this replica's alone; the shared tier keeps what it has."""
-        self.host.clear()
-        disk = self.lower.get(Level.DISK)
-        if disk is not None:
-            disk.tier.clear()
-
     def close(self, flush_s: float = 0.0) -> None:
         """Sink what is dirty, within `flush_s`, and close every tier. Safe to repeat."""
         if flush_s > 0:
@@ -364,7 +357,3 @@ class TieredStore:
             first = first and bool(self._ops)
         if first:
             self.wake()
-
-
-def _slot(name: BlockName) -> _Slot:
-    return name.key, name.group, name.rank

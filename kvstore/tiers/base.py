@@ -29,6 +29,11 @@ class BlockName(NamedTuple):
     group: int = 0
     rank: int = 0
 
+    @property
+    def slot(self) -> tuple[bytes, int, int]:
+        """What finds it: two names of one slot are one place in a tier."""
+        return self.key, self.group, self.rank
+
 
 class Status(StrEnum):
     """What became of one block of a call."""

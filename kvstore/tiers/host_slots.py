@@ -128,10 +128,6 @@ class _Slab:
         self.empty = [slot for slot in self.empty if slot.chunk is not chunk]
 
 
-def _ident(name: BlockName) -> Ident:
-    return (name.key, name.group, name.rank)
-
-
 def _parent(name: BlockName) -> Ident:
     return (name.parent, name.group, name.rank)
 
@@ -198,13 +194,13 @@ class SlotTable:
 
     def find_filling(self, name: BlockName) -> Slot | None:
         """The slot that `take` gave for `name` and that was neither filled nor freed since."""
-        slot = self._slots.get(_ident(name))
+        slot = self._slots.get(name.slot)
         unfinished = slot is not None and slot.state != VALID and slot.name == name
         return slot if unfinished else None
 
     def clash(self, name: BlockName) -> str | None:
         """What differs if the key of `name` is that of another VALID block: a record.FAULTS."""
-        slot = self._slots.get(_ident(name))
+        slot = self._slots.get(name.slot)
         if slot is None or slot.state != VALID or slot.name == name:
             return None
         return "parent" if slot.name.parent != name.parent else "tokens"
@@ -235,7 +231,7 @@ class SlotTable:
 
     def unpin_name(self, name: BlockName) -> None:
         """`unpin` by name; nothing if no such slot is pinned (a FILLING one is `finish`ed)."""
-        slot = self._slots.get(_ident(name))
+        slot = self._slots.get(name.slot)
         if slot is not None and slot.pins and slot.state != FILLING:
             self.unpin(slot)
 
@@ -244,7 +240,7 @@ class SlotTable:
     def take(self, name: BlockName) -> Slot | None:
         """A slot for `name`, FILLING and pinned once; evicts for it. None if its key is there
         already, or if every slot that could make room is in use."""
-        ident, parent = _ident(name), _parent(name)
+        ident, parent = name.slot, _parent(name)
         if ident in self._slots:
             return None
         # Counted before there is room, so that its own parent does not make it.
@@ -290,7 +286,7 @@ class SlotTable:
     def discard(self, names: Iterable[BlockName]) -> None:
         """`forget` those of exactly these names, FILLING ones too."""
         for name in names:
-            slot = self._slots.get(_ident(name))
+            slot = self._slots.get(name.slot)
             if slot is not None and slot.name == name:
                 self.forget(slot)
 
@@ -435,7 +431,7 @@ class SlotTable:
             assert chunk.used == used
             assert (chunk in chunk.slots[0].slab.unused) == (used == 0)
         for ident, slot in self._slots.items():
-            assert slot.state != EMPTY and slot.ident == ident == _ident(slot.name)
+            assert slot.state != EMPTY and slot.ident == ident == slot.name.slot
             assert slot.slab is self._slab_of[slot.name.group]
             assert slot.pins > 0 or slot.state == VALID, "nobody will ever empty it"
         self._check_counts(held)

@@ -13,6 +13,7 @@ from worker.config import EngineConfig, ReplicaConfig
 from worker.engine.core import EngineCore
 from worker.engine.messages import EngineRequest
 from worker.engine.sampling import SamplingParams
+from worker.models.base import ModelSpec
 from worker.models.fake import fake_model
 from worker.service.tiers import capacities, open_tiers, served_spec, tier_loads
 
@@ -35,11 +36,16 @@ def ask(core: EngineCore, name: str, prompt: tuple[int, ...]) -> tuple[float, in
                 return emission.logprobs[0].chosen[1], emission.usage.cached_tokens
 
 
+def inexact(spec: ModelSpec) -> ModelSpec:
+    """As torch computes."""
+    return replace(spec, numeric_class=spec.numeric_class.replace("-invariant-", "-variant-"))
+
+
 @pytest.mark.parametrize("codec", ["none", "fp8"])
 def test_a_prefix_comes_back_through_the_codec(tmp_path: Path, codec: str) -> None:
     config = config_of("llama")
     model = compiled(config, random_weights(config, torch.bfloat16))
-    store = open_tiers(replica(tmp_path, codec), model.spec)
+    store = open_tiers(replica(tmp_path, codec), inexact(model.spec))
     assert store is not None
     core = EngineCore(model, EngineConfig((64,)), SystemClock(), tiers=store)
     core.scheduler._times.prefill_s_per_token = 0.0
@@ -59,19 +65,20 @@ def test_a_prefix_comes_back_through_the_codec(tmp_path: Path, codec: str) -> No
     core.close()
 
 
-def test_a_lossy_codec_is_not_invariant(tmp_path: Path) -> None:
+def test_a_lossy_codec_is_refused_where_answers_are_exact(tmp_path: Path) -> None:
     config = config_of("llama")
     spec = compiled(config, random_weights(config, torch.bfloat16)).spec
     assert served_spec(replica(tmp_path, "none"), spec) == spec
-    told = served_spec(replica(tmp_path, "fp8"), spec).numeric_class
-    assert "-variant-" in told and told.endswith("-cold-fp8")
+    with pytest.raises(LaunchError, match="computes exactly: --compute torch does not"):
+        open_tiers(replica(tmp_path, "fp8"), spec)
+    assert served_spec(replica(tmp_path, "fp8"), inexact(spec)).numeric_class.endswith("-cold-fp8")
 
 
 def test_capacities_count_blocks_as_they_are_written(tmp_path: Path) -> None:
     """With a cold codec twice as many fit; blocks on the device stay what they are, and of those
     alone a hello's representation speaks."""
     config = config_of("llama")
-    spec = compiled(config, random_weights(config, torch.bfloat16)).spec
+    spec = inexact(compiled(config, random_weights(config, torch.bfloat16)).spec)
     held = {}
     for codec in ("none", "fp8"):
         asked = replica(tmp_path, codec)

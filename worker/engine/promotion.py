@@ -27,11 +27,11 @@ from worker.models.base import Model
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 AT_ONCE = 1 << 30
-_log = logging.getLogger(__name__)
-
-GAIN_MIN = 0.2
+GAIN_MIN = 0.2  # of the loading: less is not worth computing beside it
 COPIED_AT_ONCE = 8  # blocks in one call to the store
 LOOK_AGAIN_S = 0.02  # at blocks that are waited for, if nothing came
+
+_log = logging.getLogger(__name__)
 
 
 def _guarded(otherwise: Any) -> Callable[[_Method], _Method]:
@@ -74,7 +74,6 @@ class Promoter:
             memory.cache.on_leaving(self.leaving)
         self.faults = 0  # failures of ours, each logged
         self.late_tokens = 0  # promoted after their request's prompt was counted
-        self.waited = 0  # times a prompt was left out of a step because waiting was cheaper
 
     # --- down --------------------------------------------------------------------------------
 
@@ -159,7 +158,8 @@ class Promoter:
         size, computed = self._memory.block_tokens, sequence.computed
         if sequence.fetch is None or computed % size or sequence.copies:
             return 0
-        return int(self._bring(sequence, sequence.fetch, computed // size, blocks_max) or 0) * size
+        came: int = self._bring(sequence, sequence.fetch, computed // size, blocks_max)
+        return came * size
 
     @_guarded(0)
     def _bring(self, sequence: Sequence, fetch: Fetch, at: int, blocks_max: int) -> int:
@@ -273,9 +273,7 @@ class Promoter:
             return size if self._all_full else AT_ONCE
         compute_s = coming * size * self._times.prefill_s_per_token
         gain = load_s / (load_s + compute_s) if load_s else 0.0
-        meet = round(coming * gain) if gain >= GAIN_MIN else 0
-        self.waited += meet == 0
-        return meet * size
+        return round(coming * gain) * size if gain >= GAIN_MIN else 0
 
     def forget(self, sequence: Sequence) -> None:
         """It needs nothing from the tiers any more."""

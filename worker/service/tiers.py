@@ -70,10 +70,16 @@ def open_tiers(
 
 
 def cold_codecs(config: ReplicaConfig, spec: ModelSpec) -> dict[int, ColdCodec]:
-    """By KV group; none without --cold-codec. Raises LaunchError for a model whose blocks nobody
-    may look into."""
+    """By KV group; none without --cold-codec. Raises LaunchError where a request's bits depend on
+    nothing else, so must not on where its blocks have been, and for a model whose blocks nobody may
+    look into."""
     if config.cold_codec == "none":
         return {}
+    if _is_exact(spec):
+        raise LaunchError(
+            f"The cold codec {config.cold_codec} rounds, and this replica computes exactly: "
+            "--compute torch does not."
+        )
     if not spec.layouts:
         raise LaunchError(f"The cold codec {config.cold_codec} cannot read this model's blocks.")
     return {
@@ -81,12 +87,16 @@ def cold_codecs(config: ReplicaConfig, spec: ModelSpec) -> dict[int, ColdCodec]:
     }
 
 
+def _is_exact(spec: ModelSpec) -> bool:
+    return "-invariant-" in spec.numeric_class
+
+
 def _written(spec: ModelSpec, codecs: Mapping[int, ColdCodec]) -> ModelSpec:
     """The model as the tiers see it: its blocks as they are written there. Where a request's bits
     depend on nothing else, they must not depend on another arithmetic's blocks either: records of
     an invariant numeric class are its own."""
-    exact = "-invariant-" in spec.numeric_class and not codecs
-    written = replace(spec.representation, numerics=spec.numeric_class if exact else "")
+    numerics = spec.numeric_class if _is_exact(spec) else ""
+    written = replace(spec.representation, numerics=numerics)
     if not codecs:
         return replace(spec, representation=written)
     groups = tuple(replace(g, block_bytes=codecs[g.id].encoded_bytes) for g in spec.groups)
@@ -95,12 +105,10 @@ def _written(spec: ModelSpec, codecs: Mapping[int, ColdCodec]) -> ModelSpec:
 
 
 def served_spec(config: ReplicaConfig, spec: ModelSpec) -> ModelSpec:
-    """The model as routers are told of it: with a cold codec what a block says depends on where it
-    has been, so nothing is invariant any more."""
+    """The model as routers are told of it: with a cold codec its answers are of another kind."""
     if config.cold_codec == "none":
         return spec
-    named = spec.numeric_class.replace("-invariant-", "-variant-")
-    return replace(spec, numeric_class=f"{named}-cold-{config.cold_codec}")
+    return replace(spec, numeric_class=f"{spec.numeric_class}-cold-{config.cold_codec}")
 
 
 def _check_memory(host_bytes: int, reserved_bytes: int, spec: ModelSpec) -> None:
