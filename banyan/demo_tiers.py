@@ -24,16 +24,17 @@ from banyan.cluster.spec import ClusterSpec
 from banyan.events import ChoiceFinished, Collector, Completion, Delta
 from banyan.wire import Options
 from seams.bench import Report, Row
-from seams.errors import BanyanError, InternalError
+from seams.errors import InternalError
 
 Messages = list[dict[str, str]]
 
-POOL_GIB = 0.12  # some 350 blocks of the demo model: two long conversations fill them
+POOL_GIB = 0.06  # some 170 blocks of the demo model: one long conversation, not two
 WORDS = 1100  # of a conversation's text: about as many tokens
 OTHERS = 10
 ANSWER_TOKENS = 16
 RESTART_S_MAX = 120.0
 SINK_S_MAX = 30.0
+SETTLE_S = 2.0
 TOPICS = (
     "tides", "glass", "bridges", "paper", "salt", "maps", "clocks", "bread", "wool", "stars",
     "rivers", "printing",
@@ -67,14 +68,15 @@ class TierDemo:
     def __init__(self, client: Client) -> None:
         self._client = client
         self.messages: Messages = [{"role": "system", "content": document(TOPICS[0])}]
+        self.settle()
 
     def say(self, name: str, text: str) -> Turn:
         """The conversation's next turn."""
         self.messages.append({"role": "user", "content": text})
-        before = self._hits()
+        before = self._figures
         answer, ttft_s = self._ask(self.messages)
         self.messages.append({"role": "assistant", "content": answer.text})
-        after = self._settled_hits(before)
+        after = self.settle()
         moved = {tier: after[replica, tier] - before.get((replica, tier), 0)
                  for replica, tier in after if replica == answer.replica}  # fmt: skip
         return Turn(name, answer.replica, answer, ttft_s, {k: v for k, v in moved.items() if v > 0})
@@ -91,6 +93,7 @@ class TierDemo:
                     {"role": "user", "content": f"What about {topic}?"}]  # fmt: skip
             self._ask(text)
         wait_for(lambda: self._queued() == 0, SINK_S_MAX, "the tiers still write")
+        self.settle()
 
     def _ask(self, messages: Messages, *, no_cache: bool = False) -> tuple[Completion, float]:
         collector, began, first_s = Collector(1), time.monotonic(), 0.0
@@ -105,11 +108,11 @@ class TierDemo:
         state = self._client.cluster_state()
         return {(r.replica, t.tier): t.hit_tokens for r in state.replicas for t in r.tiers}
 
-    def _settled_hits(self, before: dict[tuple[str, str], int]) -> dict[tuple[str, str], int]:
-        """Heartbeats bring the figures: wait for the one after the answer."""
-        with suppress(BanyanError):
-            wait_for(lambda: self._hits() != before, 3.0, "")
-        return self._hits()
+    def settle(self) -> dict[tuple[str, str], int]:
+        """Heartbeats bring the figures: while nothing is asked they are final after a few."""
+        time.sleep(SETTLE_S)
+        self._figures = self._hits()
+        return self._figures
 
     def _queued(self) -> int:
         state = self._client.cluster_state()
@@ -135,6 +138,7 @@ class TierDemo:
             return found is not None and found.epoch > epoch and found.state == "ready"
 
         wait_for(back, RESTART_S_MAX, f"{replica} did not come back")
+        self.settle()
 
 
 def wait_for(true: Callable[[], Any], limit_s: float, otherwise: str) -> None:

@@ -32,6 +32,18 @@ def test_demo(home: Path, banyan: Banyan, demo_model: Path) -> None:
     assert list((home / "clusters").iterdir()) == []
 
 
+def test_demo_of_the_tiers(home: Path, banyan: Banyan, demo_model: Path) -> None:
+    """It fails by itself if a turn did not come from where it should, or from the wrong replica;
+    how much of it did depends on what was faster to compute."""
+    (home / "models").mkdir()
+    (home / "models" / DEMO_NAME).symlink_to(demo_model)
+    done = banyan("demo", "--tiers")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for tier in ("host", "disk", "shared"):
+        assert re.search(rf"{tier}\s+replica-\d.* from {tier}", done.stdout), done.stdout
+    assert list((home / "clusters").iterdir()) == []
+
+
 def test_too_many_users(banyan: Banyan) -> None:
     done = banyan("demo", "--users", "99")
     assert done.returncode == 1
