@@ -58,7 +58,10 @@ class BlockFolder(Protocol):
         ...
 
     def present(self) -> bool:
-        """Whether the folder is still found where it was: what is written elsewhere is lost."""
+        """Whether the folder is still found where it was: what is written elsewhere is lost.
+
+        Raises nothing: a folder that cannot be looked at counts as gone.
+        """
         ...
 
     def rename(self, name: str, new_name: str) -> None:
