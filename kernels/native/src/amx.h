@@ -3,10 +3,6 @@
 
 #include "vector.h"
 
-namespace banyan {
-constexpr int AHEAD = 8 << 10;  // bytes that weights are prefetched ahead of their use
-}
-
 #if defined(__AMX_BF16__)
 #include <sys/syscall.h>
 #include <unistd.h>

@@ -63,9 +63,10 @@ struct AttentionShape {
 template <class E>
 struct AttentionScratch {
   // A tile of a member's last rows may reach 15 rows over the end.
-  alignas(64) E query[(TILE_ROWS + 16) * DIM_MAX];  // rows `dim` apart, so that they fill the cache evenly
+  typedef typename Num<E>::Operand Operand;
+  alignas(64) Operand query[(TILE_ROWS + 16) * DIM_MAX];  // rows `dim` apart, so that they fill the cache evenly
   alignas(64) float scores[TILE_ROWS + 16][CHUNK];
-  alignas(64) E weights[TILE_ROWS + 16][CHUNK];
+  alignas(64) Operand weights[TILE_ROWS + 16][CHUNK];
   alignas(64) float out[TILE_ROWS * DIM_MAX];
   alignas(64) float part[16][64];
   alignas(64) E tail[SUBPAGE * DIM_MAX];
@@ -74,7 +75,7 @@ struct AttentionScratch {
 };
 
 template <class E, int ROWS>
-inline void score_rows(const E* query, const E* keys, int key_stride, int dim, float* scores) {
+inline void score_rows(const typename Num<E>::Operand* query, const E* keys, int key_stride, int dim, float* scores) {
   constexpr int STEP = Num<E>::STEP;
   v16 acc[ROWS] = {};
   for (int d = 0; d < dim; d += STEP) {
@@ -84,11 +85,19 @@ inline void score_rows(const E* query, const E* keys, int key_stride, int dim, f
   for (int r = 0; r < ROWS; r++) store(scores + r * CHUNK, acc[r]);
 }
 
-constexpr int WEIGH_ROWS = 4;  // x 4 registers of columns
+#if defined(__AVX512F__)
+constexpr int SCORE_ROWS = 8;     // accumulators of one register
+constexpr int WEIGH_ROWS = 4;     // x 4 registers of columns
+constexpr int WEIGH_COLUMNS = 4;
+#else                             // 16 registers, two of them a vector
+constexpr int SCORE_ROWS = 4;
+constexpr int WEIGH_ROWS = 4;
+constexpr int WEIGH_COLUMNS = 1;
+#endif
 
 // The sums stay in registers over all of a chunk's subpages; absent ones are passed over.
 template <class E, int ROWS, int COLUMNS>
-inline void weigh_rows(const E* weights, const E* const* values, int subpages, int dim, int column,
+inline void weigh_rows(const typename Num<E>::Operand* weights, const E* const* values, int subpages, int dim, int column,
                        float* out) {
   constexpr int STEP = Num<E>::STEP;
   v16 acc[ROWS][COLUMNS];
@@ -109,7 +118,7 @@ inline void weigh_rows(const E* weights, const E* const* values, int subpages, i
 }
 
 template <class E, int ROWS>
-inline void score_sized(int rows, const E* query, const E* keys, int stride, int dim, float* scores) {
+inline void score_sized(int rows, const typename Num<E>::Operand* query, const E* keys, int stride, int dim, float* scores) {
   if (rows == ROWS)
     score_rows<E, ROWS>(query, keys, stride, dim, scores);
   else if constexpr (ROWS > 1)
@@ -117,11 +126,11 @@ inline void score_sized(int rows, const E* query, const E* keys, int stride, int
 }
 
 template <class E, int ROWS>
-inline void weigh_sized(int rows, const E* weights, const E* const* values, int subpages, int dim,
+inline void weigh_sized(int rows, const typename Num<E>::Operand* weights, const E* const* values, int subpages, int dim,
                         int column, float* out) {
   if (rows == ROWS) {
-    if (column + 64 <= dim) {
-      weigh_rows<E, ROWS, 4>(weights, values, subpages, dim, column, out + column);
+    if (column + WEIGH_COLUMNS * 16 <= dim) {
+      weigh_rows<E, ROWS, WEIGH_COLUMNS>(weights, values, subpages, dim, column, out + column);
     } else {
       for (; column < dim; column += 16)
         weigh_rows<E, ROWS, 1>(weights, values, subpages, dim, column, out + column);
@@ -137,9 +146,9 @@ inline void score_chunk(AttentionScratch<E>& s, int first, int rows, int dim, in
                         const E* const* keys, int subpages) {
   for (int j = 0; j < subpages; j++) {
     if (keys[j] == nullptr) continue;
-    for (int r = first; r < first + rows; r += 8) {
-      const int count = first + rows - r < 8 ? first + rows - r : 8;
-      score_sized<E, 8>(count, &s.query[r * dim], keys[j], key_stride, dim, &s.scores[r][j * SUBPAGE]);
+    for (int r = first; r < first + rows; r += SCORE_ROWS) {
+      const int count = first + rows - r < SCORE_ROWS ? first + rows - r : SCORE_ROWS;
+      score_sized<E, SCORE_ROWS>(count, &s.query[r * dim], keys[j], key_stride, dim, &s.scores[r][j * SUBPAGE]);
     }
   }
 }
@@ -148,7 +157,7 @@ inline void score_chunk(AttentionScratch<E>& s, int first, int rows, int dim, in
 template <class E>
 inline void weigh_chunk(AttentionScratch<E>& s, int first, int rows, int dim, const E* const* values,
                         int subpages) {
-  for (int column = 0; column < dim; column += 64)
+  for (int column = 0; column < dim; column += WEIGH_COLUMNS * 16)
     for (int r = first; r < first + rows; r += WEIGH_ROWS) {
       const int count = first + rows - r < WEIGH_ROWS ? first + rows - r : WEIGH_ROWS;
       weigh_sized<E, WEIGH_ROWS>(count, s.weights[r], values, subpages, dim, column, &s.out[r * dim]);
@@ -257,23 +266,23 @@ inline void soften(AttentionScratch<E>& s, int r, int p0, int subpages, int low,
     scale = LOG2E;
   }
   if (p0 < low || p0 + subpages * SUBPAGE - 1 > high) {
-    const i16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    static constexpr int32_t LANE[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     for (int j = 0; j < subpages; j++) {
-      const i16 position = lanes + (p0 + j * SUBPAGE);
-      score[j] = (position <= high) & (position >= low) ? score[j] : none;
+      const i16 position = load_as<i16>(LANE) + (p0 + j * SUBPAGE);
+      score[j] = select((position <= i16{} + high) & (position >= i16{} + low), score[j], none);
     }
   }
   for (int j = 0; j < subpages; j++) top = max(top, score[j]);
   const float before = s.top[r], now = largest(top) * scale;
   const float peak = now > before ? now : before;
   if (peak == -__builtin_inff()) {  // nothing seen yet
-    for (int j = 0; j < subpages; j++) Num<E>::put(&s.weights[r][j * SUBPAGE], v16{});
+    for (int j = 0; j < subpages; j++) put_operands<E>(&s.weights[r][j * SUBPAGE], v16{});
     return;
   }
   v16 total = v16{};
   for (int j = 0; j < subpages; j++) {
     const v16 weight = exp2v(fma(score[j], splat(scale), splat(-peak)));
-    Num<E>::put(&s.weights[r][j * SUBPAGE], weight);
+    put_operands<E>(&s.weights[r][j * SUBPAGE], weight);
     total = total + weight;
   }
   if (peak != before) {

@@ -87,9 +87,11 @@ class DecoderOf final : public Decoder {
     team_.run([](void* context, int thread) { read_share(*static_cast<Reading*>(context), thread); },
               &reading);
     i16 all = {};
-    for (const i16& one : reading.found) all ^= one;
+    for (const i16& one : reading.found) all = all ^ one;
+    int32_t lanes[16];
+    std::memcpy(lanes, &all, sizeof all);
     int64_t found = 0;
-    for (int i = 0; i < 16; i++) found ^= all[i];
+    for (const int32_t lane : lanes) found ^= lane;
     return found;
   }
 
@@ -108,8 +110,8 @@ class DecoderOf final : public Decoder {
       const char* at = reading.from + line * 128;
       __builtin_prefetch(at + AHEAD);
       __builtin_prefetch(at + AHEAD + 64);
-      a ^= load_as<i16>(at);
-      b ^= load_as<i16>(at + 64);
+      a = a ^ load_as<i16>(at);
+      b = b ^ load_as<i16>(at + 64);
     }
     reading.found[thread] = a ^ b;
   }
@@ -321,11 +323,9 @@ class DecoderOf final : public Decoder {
       for (int row = member.first_row; row < member.first_row + member.tokens; row++)
         for (int q = 0; q < task.queries; q++, rows++) {
           last[rows] = position_of(member.sequence, row);
-          if (planner_.decode_only())
-            turn_query(layer, row, first_head + q, s.query + rows * dim, scratch.head);
-          else
-            std::memcpy(s.query + rows * dim, queries_.get() + (size_t)row * attended_ + (first_head + q) * dim,
-                        sizeof(E) * dim);
+          E* query = queries_.get() + (size_t)row * attended_ + (first_head + q) * dim;
+          if (planner_.decode_only()) turn_query(layer, row, first_head + q, query, scratch.head);
+          as_operands(query, s.query + rows * dim, dim);
         }
     }
     const AttentionShape shape{dim, layer.window, c_.attention_scale, c_.attention_cap};

@@ -7,11 +7,11 @@
 #pragma once
 
 #include "amx.h"
+#include "short.h"
 #include "vector.h"
 
 namespace banyan {
 
-constexpr int PANEL = 32;
 constexpr int INNER = 32;       // the inner dimension is a multiple of it, zeros behind the end
 
 inline int padded(int n, int unit) { return (n + unit - 1) / unit * unit; }
@@ -53,6 +53,7 @@ struct Stream {
   size_t per_step;   // bytes of it per step of the inner dimension
 };
 
+#if defined(__AVX512F__)
 // ROWS x PANELS panels at once, in registers.
 template <class E, int ROWS, int PANELS, class Emit>
 inline void tile(const E* a, ptrdiff_t stride, int row, const E* w, int depth, int panel, Stream stream,
@@ -81,14 +82,10 @@ inline void tile(const E* a, ptrdiff_t stride, int row, const E* w, int depth, i
     for (int p = 0; p < PANELS; p++) emit(row + r, panel + p, acc[r][2 * p], acc[r][2 * p + 1]);
 }
 
-#if defined(__AVX512F__)
 constexpr int ROWS_MAX = 12;  // x 2 registers of a panel = 24 accumulators of 32 registers
-#else
-constexpr int ROWS_MAX = 2;
-#endif
 
 // How many panels side by side keep enough independent sums in flight for so few rows.
-constexpr int panels_beside(int rows) { return rows <= 3 ? (ROWS_MAX == 12 ? 4 : 1) : rows <= 6 ? 2 : 1; }
+constexpr int panels_beside(int rows) { return rows <= 3 ? 4 : rows <= 6 ? 2 : 1; }
 
 template <class E, int ROWS, class Emit>
 inline void row_tile(const E* a, ptrdiff_t stride, int row, const E* w, int depth, int first, int last,
@@ -110,6 +107,8 @@ inline void sized_tile(int rows, const E* a, ptrdiff_t stride, int row, const E*
     sized_tile<E, ROWS - 1>(rows, a, stride, row, w, depth, first, last, stream, emit);
 }
 
+#endif
+
 // Panels [first, last) of a [rows, depth] (its rows `stride` apart) times w; emit(row, panel, lo, hi)
 // gets the 32 sums of a row and a panel.
 template <class E, class Emit>
@@ -120,6 +119,9 @@ void gemm(const E* a, ptrdiff_t stride, int rows, const E* w, int depth, int fir
     return;
   }
 #endif
+#if !defined(__AVX512F__)
+  short_gemm(a, stride, rows, w, depth, first, last, emit);
+#else
   const int tiles = (rows + ROWS_MAX - 1) / ROWS_MAX;
   if (tiles == 0) return;
   const int each = (rows + tiles - 1) / tiles;
@@ -135,6 +137,7 @@ void gemm(const E* a, ptrdiff_t stride, int rows, const E* w, int depth, int fir
       sized_tile<E, ROWS_MAX>(rows - row < each ? rows - row : each, a, stride, row, w, depth, panel,
                               panel + 1, {next + i * (panel_bytes / tiles), per_step}, emit);
   }
+#endif
 }
 
 }  // namespace banyan

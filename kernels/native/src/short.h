@@ -1,0 +1,106 @@
+// The products where there are 16 registers of 4 or 8 floats (SSE, AVX2): tiles of 5 rows x 16 outputs.
+//
+// There is no product of bf16 pairs there, so rows are widened to float once for all outputs, and
+// weights in registers; a row's entry is then one load that fills a register (BLIS's micro-kernel;
+// Van Zee and van de Geijn, 2015). Sums run in the order of the inner dimension, whatever the tile.
+#pragma once
+
+#include "buffers.h"
+#include "vector.h"
+
+#if !defined(__AVX512F__)
+namespace banyan {
+
+constexpr int SHORT_ROWS = 5;                // x half a panel = 10 accumulators; with 12, some spill
+constexpr int WHOLE_ROWS = 2;                // up to so many rows, a panel at once = 8
+constexpr size_t WIDENED_BYTES = 256 << 10;  // of rows, so that they stay in the L2 cache
+
+// Adds the products of 16 outputs' weights of STEP entries and ROWS rows, `depth` apart.
+template <int ROWS>
+INLINE void short_mac(v16 (&acc)[ROWS], const float* w, const float* a, int depth) {
+  const v16 weights = load(w);
+  for (int r = 0; r < ROWS; r++) acc[r] = fma(weights, splat(a[(ptrdiff_t)r * depth]), acc[r]);
+}
+template <int ROWS>
+INLINE void short_mac(v16 (&acc)[ROWS], const bf16* w, const float* a, int depth) {
+  const v16 even = floats(load_as<u16>(w) << 16);
+  for (int r = 0; r < ROWS; r++) acc[r] = fma(even, splat(a[(ptrdiff_t)r * depth]), acc[r]);
+  asm volatile("" ::: "memory");  // load them again: registers are for the sums
+  const v16 odd = floats(load_as<u16>(w) & 0xffff0000u);
+  for (int r = 0; r < ROWS; r++) acc[r] = fma(odd, splat(a[(ptrdiff_t)r * depth + 1]), acc[r]);
+}
+
+// `sums` of ROWS rows (`depth` apart) and HALVES halves of a panel that begins at `w`. ALONE: weights
+// come from memory, and nobody has brought them.
+template <class E, int ROWS, int HALVES, bool ALONE>
+inline void short_tile(const float* a, int depth, const E* w, v16* sums) {
+  constexpr int STEP = Num<E>::STEP;
+  v16 acc[HALVES][ROWS] = {};
+  for (int k = 0; k < depth; k += STEP) {
+    const E* at = w + (size_t)k * PANEL;
+    if (ALONE)
+      for (size_t b = 0; b < PANEL * STEP * sizeof(E); b += 64) __builtin_prefetch((const char*)at + b + AHEAD);
+    for (int c = 0; c < HALVES; c++) short_mac(acc[c], at + c * 16 * STEP, a + k, depth);
+  }
+  for (int c = 0; c < HALVES; c++)
+    for (int r = 0; r < ROWS; r++) sums[c * ROWS + r] = acc[c][r];
+}
+
+template <class E, int ROWS, class Emit>
+inline void short_panel(const float* a, int row, int depth, const E* w, int panel, bool alone, Emit& emit) {
+  v16 sums[2 * ROWS];
+  if constexpr (ROWS <= WHOLE_ROWS) {
+    short_tile<E, ROWS, 2, true>(a, depth, w, sums);
+  } else {
+    if (alone)
+      short_tile<E, ROWS, 1, true>(a, depth, w, sums);
+    else
+      short_tile<E, ROWS, 1, false>(a, depth, w, sums);
+    short_tile<E, ROWS, 1, false>(a, depth, w + 16 * Num<E>::STEP, sums + ROWS);
+  }
+  for (int r = 0; r < ROWS; r++) emit(row + r, panel, sums[r], sums[ROWS + r]);
+}
+
+template <class E, int ROWS, class Emit>
+inline void short_sized(int rows, const float* a, int row, int depth, const E* w, int panel, bool alone,
+                        Emit& emit) {
+  if (rows == ROWS)
+    short_panel<E, ROWS>(a, row, depth, w, panel, alone, emit);
+  else if constexpr (ROWS > 1)
+    short_sized<E, ROWS - 1>(rows, a, row, depth, w, panel, alone, emit);
+}
+
+inline const float* widened(const float* a, ptrdiff_t stride, int rows, int depth, float* into) {
+  if (stride == depth) return a;
+  for (int r = 0; r < rows; r++) std::memcpy(into + (size_t)r * depth, a + r * stride, sizeof(float) * depth);
+  return into;
+}
+inline const float* widened(const bf16* a, ptrdiff_t stride, int rows, int depth, float* into) {
+  for (int r = 0; r < rows; r++)
+    for (int k = 0; k < depth; k += 16) store(into + (size_t)r * depth + k, Num<bf16>::get(a + r * stride + k));
+  return into;
+}
+
+// See gemm.h.
+template <class E, class Emit>
+void short_gemm(const E* a, ptrdiff_t stride, int rows, const E* w, int depth, int first, int last,
+                Emit& emit) {
+  static thread_local Buffer<float> buffer;
+  const int fitting = (int)(WIDENED_BYTES / sizeof(float) / depth) / SHORT_ROWS * SHORT_ROWS;
+  const int block = fitting > SHORT_ROWS ? fitting : SHORT_ROWS;
+  buffer.reserve((size_t)(rows < block ? rows : block) * depth);
+  for (int from = 0; from < rows; from += block) {
+    const int count = rows - from < block ? rows - from : block;
+    const float* wide = widened(a + from * stride, stride, count, depth, buffer.get());
+    const int tiles = (count + SHORT_ROWS - 1) / SHORT_ROWS, each = (count + tiles - 1) / tiles;
+    for (int panel = first; panel < last; panel++) {
+      const E* weights = w + (size_t)panel * PANEL * depth;
+      for (int row = 0; row < count; row += each)
+        short_sized<E, SHORT_ROWS>(count - row < each ? count - row : each, wide + (size_t)row * depth,
+                                   from + row, depth, weights, panel, row == 0, emit);
+    }
+  }
+}
+
+}  // namespace banyan
+#endif
