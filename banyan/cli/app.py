@@ -11,6 +11,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from banyan.cli.bench import bench_app
+from banyan.cli.options import Address, ApiKey, Name
 from seams.errors import BanyanError
 
 app = typer.Typer(
@@ -23,15 +25,11 @@ model_app = typer.Typer(help="Get models onto this machine.", no_args_is_help=Tr
 app.add_typer(model_app, name="model")
 cache_app = typer.Typer(help="Look into disk tiers and the shared tier.", no_args_is_help=True)
 app.add_typer(cache_app, name="cache")
+app.add_typer(bench_app, name="bench")
 
 INTERRUPTED = 130  # what shells and Typer say for SIGINT
 
-Name = Annotated[str, typer.Option(help="Which cluster.", envvar="BANYAN_CLUSTER")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables and text.")]
-Address = Annotated[
-    str, typer.Option(help="HOST:PORT of routers, comma between; default: the cluster's own.")
-]
-ApiKey = Annotated[str, typer.Option(help="API key.", envvar="BANYAN_API_KEY", show_default=False)]
 MaxTokens = Annotated[int, typer.Option(help="Tokens to generate; 0 = to the context's end.")]
 Temperature = Annotated[float, typer.Option(help="0 = greedy.")]
 Nvme = Annotated[str, typer.Option(help="Directory of disk tiers; default: the cluster's.")]
@@ -236,20 +234,6 @@ def demo(
         run_tiers(json_file)
         return
     run_demo(json_file, users=users, max_tokens=max_tokens)
-
-
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def bench(
-    context: typer.Context, name: Name = "default", address: Address = "", api_key: ApiKey = ""
-) -> None:
-    """Load a running cluster and report, with the cache and without.
-
-    Also takes --users, --groups, --turns, --system-words, --question-words, --max-tokens,
-    --concurrency, --seed (each a number) and --json FILE.
-    """
-    from banyan.cli import talk
-
-    talk.bench(talk.Target(name, address, api_key, 0.0), context.args)
 
 
 @model_app.command("fetch")

@@ -1,0 +1,48 @@
+"""The greatest rate that still meets an objective. Knows no target: it asks for one rate at a time.
+
+Doubling finds the first rate that fails, bisection on a logarithmic scale narrows what lies
+between. It holds that a rate below one that meets the objective meets it too; a noisy probe can
+therefore be wrong by its own noise, and no more probes are spent on that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+
+from seams.errors import InvalidRequest
+
+Probe = Callable[[float], Awaitable[bool]]
+"""Whether a rate, sessions per second, meets the objective."""
+
+PROBES_MAX = 64
+
+
+async def greatest_rate(
+    probe: Probe, low_hz: float, high_hz: float, precision: float = 0.1
+) -> float | None:
+    """The greatest rate found from `low_hz` to `high_hz` that meets it; None if `low_hz` does not.
+    The next one up that was tried and failed is at most 1 + `precision` times as large."""
+    if not 0 < low_hz <= high_hz < float("inf") or not precision > 0:
+        raise InvalidRequest("A search needs rates above 0, the least one first, and a precision.")
+    if not await probe(low_hz):
+        return None
+    good_hz, bad_hz = low_hz, None
+    for _ in range(PROBES_MAX):
+        rate_hz = _next(good_hz, bad_hz, high_hz, precision)
+        if rate_hz is None:
+            break
+        if await probe(rate_hz):
+            good_hz = rate_hz
+        else:
+            bad_hz = rate_hz
+    return good_hz
+
+
+def _next(good_hz: float, bad_hz: float | None, high_hz: float, precision: float) -> float | None:
+    """What to try next, None if it is known well enough."""
+    if bad_hz is None:
+        return min(2 * good_hz, high_hz) if good_hz < high_hz else None
+    if bad_hz / good_hz <= 1 + precision:
+        return None
+    return math.sqrt(good_hz * bad_hz)

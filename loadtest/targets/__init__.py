@@ -1,0 +1,1 @@
+"""Who is asked: one module per protocol; the contract is in base.py."""
