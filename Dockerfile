@@ -14,6 +14,7 @@ COPY kvstore kvstore
 COPY worker worker
 COPY router router
 COPY loadtest loadtest
+COPY simulate simulate
 COPY banyan banyan
 RUN pip install --no-cache-dir . && useradd --uid 1000 banyan
 COPY --from=native /native /opt/banyan/native

@@ -13,6 +13,7 @@ import typer
 
 from banyan.cli.bench import bench_app
 from banyan.cli.options import Address, ApiKey, Name
+from banyan.cli.simulate_options import simulate
 from seams.errors import BanyanError
 
 app = typer.Typer(
@@ -26,6 +27,7 @@ app.add_typer(model_app, name="model")
 cache_app = typer.Typer(help="Look into disk tiers and the shared tier.", no_args_is_help=True)
 app.add_typer(cache_app, name="cache")
 app.add_typer(bench_app, name="bench")
+app.command("simulate")(simulate)
 
 INTERRUPTED = 130  # what shells and Typer say for SIGINT
 

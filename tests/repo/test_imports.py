@@ -15,8 +15,9 @@ ALLOWED = {
     "kvstore": {"seams", "kernels"},
     "worker": {"seams", "kernels", "kvstore", "banyan.v1"},
     "router": {"seams", "kvstore.keys", "banyan.v1"},
+    "simulate": {"seams", "kvstore", "worker", "router", "banyan.v1"},
     "loadtest": {"seams", "kvstore", "banyan", "router", "worker"},
-    "banyan": {"seams", "kvstore", "kernels", "router", "worker", "loadtest"},
+    "banyan": {"seams", "kvstore", "kernels", "router", "worker", "loadtest", "simulate"},
 }
 # The synchronous core knows no asyncio, no gRPC, no wall clock and no global chance.
 CORE = [

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-ROOMS = ("banyan", "router", "worker", "kvstore", "kernels", "loadtest", "seams")
+ROOMS = ("banyan", "router", "worker", "kvstore", "kernels", "loadtest", "simulate", "seams")
 SOURCES = sorted(
     p for room in ROOMS for p in (REPOSITORY / room).rglob("*.py") if "_pb2" not in p.name
 )

@@ -1,0 +1,1 @@
+"""A cluster under a virtual clock: what a policy, one more replica or another tier would give."""

@@ -1,0 +1,1 @@
+"""Who picks the replica: ours, and others' re-written from their descriptions."""
