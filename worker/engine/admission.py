@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from worker.engine.paging import PagedMemory
+from worker.engine.paging import PagedMemory, blocks_for
 from worker.engine.request import Sequence
 
 Demand = tuple[int, int]
@@ -71,6 +71,7 @@ class Forecast:
         everyone = [*running, head]
         active = [s for s in everyone if s.request.credit > s.emitted]
         lefts = [self._left(s) for s in active]
+        bounded = sum(self._bounded(s, left) for s, left in zip(active, lefts, strict=True))
         for g, pool in enumerate(memory.pools):
             capacity = memory.available(g) + sum(memory.held_alone(s, g) for s in everyone)
             if pool.group.window_tokens:
@@ -82,9 +83,10 @@ class Forecast:
                 demands = [
                     demand
                     for s, left in zip(active, lefts, strict=True)
+                    if s.retained is None
                     for demand in self._demands(s, left)
                 ]
-                peak = predicted_peak(demands, memory.block_tokens)
+                peak = predicted_peak(demands, memory.block_tokens) + bounded
             if peak > capacity:
                 return False
         return True
@@ -95,6 +97,15 @@ class Forecast:
         if sequence.preempted:  # once bitten: the prediction was too low
             return left
         return self._lengths.predict_left(sequence.generated, left)
+
+    def _bounded(self, sequence: Sequence, left: int) -> int:
+        """Blocks that one with a retention policy, and its choices still to fork, ever occupy."""
+        retained, size = sequence.retained, self._memory.block_tokens
+        if retained is None:
+            return 0
+        most = blocks_for(min(retained.limit, sequence.pending + sequence.stored + left), size)
+        own = max(0, most - sequence.shared)
+        return own + sequence.request.unforked * max(1, most - retained.fixed // size)
 
     def _demands(self, sequence: Sequence, left: int) -> list[Demand]:
         """What it and its choices still to fork will occupy in a group without a window."""

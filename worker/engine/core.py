@@ -6,10 +6,10 @@ choices fork and end, and every request gets exactly one last emission.
 
 from __future__ import annotations
 
-import heapq
 import logging
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import torch
 
@@ -27,6 +27,7 @@ from seams.errors import (
 )
 from worker.config import EngineConfig
 from worker.engine.block_pool import BlockPool
+from worker.engine.deadlines import Deadlines
 from worker.engine.messages import (
     CacheOp,
     Emission,
@@ -40,8 +41,11 @@ from worker.engine.messages import (
 from worker.engine.paging import PagedMemory
 from worker.engine.plan import SampleRow
 from worker.engine.promotion import Promoter
+from worker.engine.pruning import Pruner
 from worker.engine.radix import RadixCache
 from worker.engine.request import Request, Sequence, State, ends_of, finish_reason, validate
+from worker.engine.retention.base import RetentionPolicy
+from worker.engine.retention.policies import Policies, policy_of
 from worker.engine.sampler import Sampled, sample
 from worker.engine.scheduler import Scheduled, Scheduler
 from worker.engine.timing import StepTimes
@@ -69,6 +73,7 @@ class EngineCore:
         clock: Clock,
         sampler: Sampler = sample,
         tiers: TieredStore | None = None,
+        retention: Policies | None = None,
     ) -> None:
         spec = model.spec
         assert len(config.blocks) == len(spec.groups)
@@ -79,14 +84,16 @@ class EngineCore:
         self.memory = PagedMemory(pools, cache, spec.block_tokens)
         self._times = StepTimes()
         self._tiers = Promoter(model, self.memory, tiers, self._times) if tiers else None
-        self.scheduler = Scheduler(self.memory, config, self._times, self._tiers)
+        self.retention = retention
+        self._pruner = Pruner(self.memory, model) if retention else None
+        self.scheduler = Scheduler(self.memory, config, self._times, self._tiers, self._pruner)
         self.clock = clock
         self._model, self._config, self._sampler = model, config, sampler
         self._eos = spec.eos_token_ids
         adapters = ("", *(adapter.fingerprint for adapter in spec.adapters))
         self._roots = [root(spec.fingerprint, a, spec.block_tokens) for a in adapters]
         self._requests: dict[str, Request] = {}
-        self._deadlines: list[tuple[float, int, str]] = []
+        self._deadlines = Deadlines(self._requests)
         self._outbox: list[Emission] = []
         self._arrivals = 0
         self._sequences = 0
@@ -105,7 +112,7 @@ class EngineCore:
         if spec.request_id in self._requests:
             raise InvalidRequest("A request with this id is already being served.")
         try:
-            self._check_admissible(spec)
+            policy = self._admissible(spec)
         except BanyanError as error:
             self._outbox.append(refusal(spec, error))
             return
@@ -122,10 +129,10 @@ class EngineCore:
             ends=ends_of(spec.sampling, self._eos),
             tokens_max=spec.prompt_tokens + spec.sampling.max_tokens,
             charge=spec.prompt_tokens,
+            policy=policy,
         )
         self._requests[spec.request_id] = request
-        if spec.deadline_s is not None:
-            heapq.heappush(self._deadlines, (spec.deadline_s, request.arrival, spec.request_id))
+        self._deadlines.add(request)
         sequence = self._new_sequence(request, 0, list(spec.token_ids))
         self.scheduler.enter(sequence)
         if sequence.generated and (finish := finish_reason(sequence)) is not None:
@@ -164,18 +171,9 @@ class EngineCore:
     def next_deadline_s(self) -> float | None:
         """The earliest deadline, on the clock, of any live request, or the moment to look again
         at what is waited for."""
-        expiry_s = self._next_expiry_s()
+        expiry_s = self._deadlines.next_s()
         look_s = self._tiers.look_again_s if self._tiers is not None else None
         return min([s for s in (expiry_s, look_s) if s is not None], default=None)
-
-    def _next_expiry_s(self) -> float | None:
-        while self._deadlines:
-            deadline_s, arrival, request_id = self._deadlines[0]
-            request = self._requests.get(request_id)
-            if request is not None and request.arrival == arrival:
-                return deadline_s
-            heapq.heappop(self._deadlines)
-        return None
 
     def load(self) -> EngineLoad:
         """Counts for heartbeats."""
@@ -194,6 +192,8 @@ class EngineCore:
             prefill_s_per_token=self._times.prefill_s_per_token,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens + (self._tiers.late_tokens if self._tiers else 0),
+            blocks_low=self.scheduler.blocks_low,
+            compacted=replace(self._pruner.compactor.total) if self._pruner else None,
         )
 
     def snapshot(self) -> tuple[CacheOp, ...]:
@@ -228,6 +228,8 @@ class EngineCore:
         for sequence in self.scheduler.take_stuck():
             error = OutOfBlocks("The request needs more memory than the replica has.")
             self._end(sequence.request, Finish.ERROR, error)
+        if self._pruner is not None and self._pruner.failed:
+            self._fail({s.request for s in self._pruner.take_failed()})
         if scheduled is not None:
             self._execute(scheduled)
         elif not self._outbox and not (self._tiers is not None and self._tiers.has_ops()):
@@ -240,8 +242,7 @@ class EngineCore:
 
     def _expire(self) -> None:
         now = self.clock.now()
-        while (deadline_s := self._next_expiry_s()) is not None and deadline_s <= now:
-            request = self._requests[heapq.heappop(self._deadlines)[2]]
+        while (request := self._deadlines.pop_due(now)) is not None:
             error = DeadlineExceeded("The request's deadline has passed.")
             self._end(request, Finish.ERROR, error)
 
@@ -391,6 +392,8 @@ class EngineCore:
         self._sequences += 1
         tables: list[list[int]] = [[] for _ in self.memory.pools]
         sequence = Sequence(self._sequences, request, choice, tokens, tables)
+        if self._pruner is not None:
+            self._pruner.start(sequence)
         request.sequences.append(sequence)
         return sequence
 
@@ -462,9 +465,14 @@ class EngineCore:
         del self._requests[request.spec.request_id]
         self.scheduler.waiting.leave(request.spec.tenant)
 
-    def _check_admissible(self, spec: EngineRequest) -> None:
+    def _admissible(self, spec: EngineRequest) -> RetentionPolicy | None:
+        """Its policy. Raises what it is refused with."""
         validate(spec, self._model.spec)
-        if not self.memory.fits_alone(len(spec.token_ids)):
+        policy = policy_of(spec.retention, self.retention)
+        tokens = len(spec.token_ids)
+        if policy is not None:
+            tokens = min(tokens, policy.quota.limit(spec.prompt_tokens))
+        if not self.memory.fits_alone(tokens):
             raise OutOfBlocks("The prompt needs more memory than the replica has.")
         full = ""
         if len(self.scheduler.waiting) >= self._config.waiting_max:
@@ -474,6 +482,7 @@ class EngineCore:
         if full:
             tokens = self.load().queued_prefill_tokens
             raise Overloaded(full, retry_after_s=self._times.estimate_s(tokens))
+        return policy
 
     # --- conservation ------------------------------------------------------------------------
 
@@ -486,11 +495,4 @@ class EngineCore:
         alive = [s for request in self._requests.values() for s in request.alive]
         assert len(placed) == len(alive) == len({s.id for s in placed} & {s.id for s in alive})
         for request in self._requests.values():
-            assert request.alive, "a live request without a live choice"
-            spec, usage = request.spec, request.usage()
-            assert usage.cached_tokens + usage.computed_tokens == usage.prompt_tokens
-            assert (usage.prompt_tokens == 0) == (request.cached_tokens is None)
-            for sequence in request.sequences:
-                assert tuple(sequence.tokens[: len(spec.token_ids)]) == spec.token_ids
-                emitted = len(sequence.tokens) - len(spec.token_ids)
-                assert sequence.emitted == emitted <= max(request.credit, 0)
+            request.check_integrity()

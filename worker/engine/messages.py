@@ -38,6 +38,7 @@ class EngineRequest:
     credit_tokens: int = 1 << 30
     no_cache: bool = False
     adapter: int = 0  # of ModelSpec.adapters, from 1; 0 = the base model
+    retention: str = ""  # a policy (worker/engine/retention/policies.py); "" = the replica's
 
 
 @dataclass(frozen=True)
@@ -106,11 +107,24 @@ class CacheOp:
     tier: int = 0
 
 
+@dataclass
+class Compacted:
+    """What retention came to, since the start."""
+
+    rounds: int = 0
+    dropped_tokens: int = 0
+    freed_blocks: int = 0  # net of those taken, over all groups
+    moved_bytes: int = 0
+    waited: int = 0  # rounds that found no block to copy shared ones into, and came later
+
+
 @dataclass(frozen=True)
 class EngineLoad:
     """A snapshot for heartbeats. Blocks are of group 0; times are smoothed, 0 = not measured.
     `waiting` and `queued_prefill_tokens` leave out what waits for credit. `blocks_cached` are
-    those eviction could free. `stalled`: the engine failed for good."""
+    those eviction could free. `blocks_low` is the least that ever was free or could be freed when a
+    step was planned. `compacted` is None without retention. `stalled`: the engine failed for good.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -124,6 +138,8 @@ class EngineLoad:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     stalled: bool = False
+    blocks_low: int = 0
+    compacted: Compacted | None = None
 
 
 @dataclass(frozen=True)

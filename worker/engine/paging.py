@@ -11,11 +11,14 @@ from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
+import numpy as np
+
 from kvstore.keys import extend
 from worker.engine.block_pool import BlockPool
 from worker.engine.plan import BlockCopy
 from worker.engine.radix import Hold, Match, RadixCache
 from worker.engine.request import Sequence
+from worker.engine.retention.base import Ints
 
 
 def blocks_for(tokens: int, block_tokens: int) -> int:
@@ -66,7 +69,7 @@ class PagedMemory:
         """What the cache has of its tokens, the last one left out. Holds nothing."""
         if self.cache is None or not sequence.request.cacheable:
             return None
-        limit = len(sequence.tokens) - 1
+        limit = min(len(sequence.tokens) - 1, sequence.plain)
         return self.cache.match(sequence.request.chain, sequence.tokens, limit)
 
     def matched(self, sequence: Sequence) -> int:
@@ -74,7 +77,8 @@ class PagedMemory:
         if self.cache is None or not sequence.request.cacheable:
             return 0
         tokens = sequence.tokens
-        return self.cache.matched(sequence.request.chain, tokens, len(tokens) - 1)
+        limit = min(len(tokens) - 1, sequence.plain)
+        return self.cache.matched(sequence.request.chain, tokens, limit)
 
     def attach(self, sequence: Sequence, match: Match | None) -> None:
         """Give a sequence without blocks the whole blocks of a match, by reference. To be followed
@@ -141,9 +145,10 @@ class PagedMemory:
         """
         if self._windows:
             self._pass_windows(sequence)
-        at, offset = divmod(sequence.computed, self.block_tokens)
+        stored = sequence.stored
+        at, offset = divmod(stored, self.block_tokens)
         shared = offset > 0 and any(self._is_shared(sequence, g) for g in range(len(self.pools)))
-        room = len(sequence.tables[0]) * self.block_tokens - sequence.computed
+        room = len(sequence.tables[0]) * self.block_tokens - stored
         if want <= room and not shared:
             self._note_writable(sequence)
             return want
@@ -157,7 +162,7 @@ class PagedMemory:
                 source = table[at]
                 (table[at],) = self._allocate(g, 1)
                 self._copy(sequence, BlockCopy(g, source, table[at], offset))
-            blocks = blocks_for(sequence.computed + want, self.block_tokens)
+            blocks = blocks_for(stored + want, self.block_tokens)
             table.extend(self._allocate(g, blocks - len(table)))
         self._note_writable(sequence)
         return want
@@ -218,14 +223,16 @@ class PagedMemory:
         """It has blocks of its own from here to its tables' end; until then, or until a window
         passes a block, the scheduler need not ask again (Sequence.writable_to)."""
         size = self.block_tokens
-        end = len(sequence.tables[0]) * size
+        end = len(sequence.tables[0]) * size + sequence.dropped
+        if sequence.retained is not None:
+            end = min(end, sequence.retained.limit + sequence.dropped)
         for _, window in self._windows:
             end = min(end, sequence.computed + size - (sequence.computed - window + 1) % size)
         sequence.writable_to = end
 
     def _is_shared(self, sequence: Sequence, group: int) -> bool:
         """Whether the next write goes into a block that somebody else holds too."""
-        at, offset = divmod(sequence.computed, self.block_tokens)
+        at, offset = divmod(sequence.stored, self.block_tokens)
         if offset == 0:
             return False
         block = sequence.tables[group][at]
@@ -237,7 +244,7 @@ class PagedMemory:
         self._sources[copy.group][copy.source] += 1
 
     def _needs(self, sequence: Sequence, count: int) -> list[int]:
-        blocks = blocks_for(sequence.computed + count, self.block_tokens)
+        blocks = blocks_for(sequence.stored + count, self.block_tokens)
         return [
             blocks - len(table) + self._is_shared(sequence, g)
             for g, table in enumerate(sequence.tables)
@@ -247,7 +254,7 @@ class PagedMemory:
         """Tokens that the blocks to be had have room for; < 1 if none."""
         return min(
             (len(table) + self.available(g) - self._is_shared(sequence, g)) * self.block_tokens
-            - sequence.computed
+            - sequence.stored
             if self.available(g) >= self._is_shared(sequence, g)
             else 0
             for g, table in enumerate(sequence.tables)
@@ -282,7 +289,7 @@ class PagedMemory:
     def trim(self, sequence: Sequence) -> None:
         """Give back the blocks of a `grow` whose step did not happen, or of tokens that were not
         accepted; a pending copy stays so."""
-        count = blocks_for(sequence.computed, self.block_tokens)
+        count = blocks_for(sequence.stored, self.block_tokens)
         if count == len(sequence.tables[0]):
             return
         for pool, table in zip(self.pools, sequence.tables, strict=True):
@@ -304,7 +311,7 @@ class PagedMemory:
         assert not sequence.copies
         if self.cache is None or not sequence.request.cacheable:
             return
-        self._insert(sequence, sequence.computed, partial=False)
+        self._insert(sequence, min(sequence.computed, sequence.plain), partial=False)
         self._hold_cached(sequence)
 
     def _insert(self, sequence: Sequence, valid: int, *, partial: bool) -> None:
@@ -320,7 +327,8 @@ class PagedMemory:
     def _hold_cached(self, sequence: Sequence) -> None:
         """Swap its whole blocks for the cache's, and lock their path."""
         assert self.cache is not None
-        whole = sequence.computed // self.block_tokens * self.block_tokens
+        plain = min(sequence.computed, sequence.plain)
+        whole = plain // self.block_tokens * self.block_tokens
         match = self.cache.match(sequence.request.chain, sequence.tokens, whole)
         hold = self.cache.hold(match)
         _changed(sequence, 0)
@@ -342,7 +350,8 @@ class PagedMemory:
         """Share all of the parent's blocks; the first of them to write copies the boundary."""
         assert not parent.copies and not any(child.tables)
         child.tables = [list(table) for table in parent.tables]
-        child.computed = parent.computed
+        child.computed, child.dropped = parent.computed, parent.dropped
+        child.retained = None if parent.retained is None else parent.retained.fork()
         child.keys = list(parent.keys)
         child.shared = parent.computed // self.block_tokens
         child.stale_from = child.writable_to = parent.writable_to = 0
@@ -371,6 +380,8 @@ class PagedMemory:
         """Take all blocks back. `keep` offers what was computed to the cache; a boundary whose
         copy was not executed yet is not part of that."""
         valid = sequence.computed
+        if sequence.retained is not None and sequence.retained.begun:
+            valid = min(valid, sequence.plain)
         if sequence.copies:
             valid -= valid % self.block_tokens
         self.unlock(sequence)
@@ -381,7 +392,35 @@ class PagedMemory:
             pool.release(table)
         sequence.tables = [[] for _ in self.pools]
         sequence.stale_from = sequence.writable_to = 0
-        sequence.computed = 0
+        sequence.computed = sequence.dropped = 0
+        if sequence.retained is not None:
+            sequence.retained.restart(sequence.request.spec.prompt_tokens)
+
+    # --- compaction --------------------------------------------------------------------------
+
+    def take(self, count: int) -> list[list[int]] | None:
+        """`count` blocks of every group, with one reference each, evicting for them; None, and
+        nothing taken, if they are not to be had."""
+        if not self._reserve([count] * len(self.pools)):
+            return None
+        return [self._allocate(g, count) for g in range(len(self.pools))]
+
+    def replace_tables(self, sequence: Sequence, tables: list[list[int]], order: Ints) -> None:
+        """The sequence's tables are these from here on, made of its blocks and of taken ones: entry
+        i is what entry order[i] was, if that is not negative. The rest is given back."""
+        same = int((order == np.arange(len(order))).cumprod().sum())
+        _changed(sequence, same)
+        if sequence.hold is not None and same * self.block_tokens < sequence.hold.tokens:
+            self.unlock(sequence)  # it does without a part of the path
+        kept = set(order.tolist())
+        left = [entry for entry in range(len(sequence.tables[0])) if entry not in kept]
+        for pool, before in zip(self.pools, sequence.tables, strict=True):
+            pool.release([before[entry] for entry in left])
+        sequence.shared = sum(0 <= entry < sequence.shared for entry in kept)
+        sequence.tables = tables
+        sequence.writable_to = 0
+
+    # --- conservation ------------------------------------------------------------------------
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Assert, per group: free + held by the cache alone + held by sequences = total, every
@@ -394,6 +433,7 @@ class PagedMemory:
                 assert table[len(table) - len(there) :] == there, "a hole inside a block table"
             for copy in sequence.copies:
                 held[copy.group][copy.source] += 1
+            self._check_retained(sequence)
         if self.cache is not None:
             self.cache.check_integrity()
         cached = self.cache.holders() if self.cache else [Counter[int]() for _ in self.pools]
@@ -401,3 +441,22 @@ class PagedMemory:
             pool.check_integrity(ours + theirs)
             cached_only = sum(1 for block in theirs if block not in ours)
             assert pool.free + cached_only + len(ours) == pool.total, "blocks leaked"
+
+    def _check_retained(self, sequence: Sequence) -> None:
+        """Assert that slots and positions of a pruned sequence agree, and that what may hold other
+        than the plain chain's values is its own."""
+        retained = sequence.retained
+        if retained is None or not sequence.dropped:
+            assert sequence.dropped == 0 and (retained is None or retained.positions is None)
+            return
+        positions = retained.positions_of(sequence.computed, sequence.stored)
+        assert sequence.stored <= retained.limit and positions.shape[1] == sequence.stored
+        ordered = np.sort(positions, axis=1)
+        assert (ordered[:, 1:] > ordered[:, :-1]).all(), "a token is in two slots"
+        assert ordered.min() >= 0 and ordered.max() < sequence.computed
+        assert (positions[:, : retained.fixed] == np.arange(retained.fixed)).all()
+        assert (positions[:, : retained.plain] == np.arange(retained.plain)).all()
+        if retained.policy.quota.suffix:
+            for pool, table in zip(self.pools, sequence.tables, strict=True):
+                own = table[blocks_for(retained.fixed, self.block_tokens) :]
+                assert all(pool.references(block) == 1 for block in own), "pruned blocks are shared"

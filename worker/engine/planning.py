@@ -27,6 +27,7 @@ class PlanBuilder:
         shape = (ROWS_FIRST, WIDTH_FIRST)
         self._matrices: list[Ints] = [np.full(shape, -1, np.int32) for _ in range(groups)]
         self._free = list(range(ROWS_FIRST - 1, -1, -1))
+        self.pruned = False  # whether sequences may have dropped tokens
 
     def drop(self, sequence: Sequence) -> None:
         """A sequence gave its blocks back; its row is somebody else's from here on."""
@@ -42,19 +43,21 @@ class PlanBuilder:
         counts = as_ints([count for _, count in rows])
         first = as_ints([s.computed for s in sequences])
         adapters = tuple([s.request.spec.adapter for s in sequences])
-        lengths = first + counts
+        stored = first - as_ints([s.dropped for s in sequences]) if self.pruned else first
+        lengths = stored + counts
         starts = np.zeros(len(rows) + 1, dtype=np.int32)
         np.cumsum(counts, out=starts[1:])
         at = np.arange(len(rows))
         if starts[-1] == len(rows):  # all decode
-            positions = first
+            positions, places = first, stored
             token_ids = as_ints([s.tokens[s.computed] for s in sequences])
         else:
             at = np.repeat(at, counts)
             positions = np.arange(starts[-1], dtype=np.int32) + (first - starts[:-1])[at]
+            places = positions - (first - stored)[at] if self.pruned else positions
             token_ids = _token_ids(rows, drafts)
         tables = self._tables(sequences, -(-int(lengths.max()) // self._size))
-        blocks, offsets = np.divmod(positions, np.int32(self._size))
+        blocks, offsets = np.divmod(places, np.int32(self._size))
         return StepPlan(
             step=step,
             token_ids=token_ids,

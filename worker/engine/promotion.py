@@ -100,7 +100,8 @@ class Promoter:
         if self._memory.cache is None or not sequence.request.cacheable:
             return
         size = self._memory.block_tokens
-        first, end = self._memory.matched(sequence) // size, (len(sequence.tokens) - 1) // size
+        last = min(len(sequence.tokens) - 1, sequence.plain)
+        first, end = self._memory.matched(sequence) // size, last // size
         if first >= end:
             return
         sequence.fetch = self._store.fetch(first, self._rows(sequence, first, end))

@@ -14,6 +14,7 @@ from kvstore.keys import BlockKey, ChainSpec
 from seams.errors import InvalidRequest, PromptTooLong
 from worker.engine.messages import EngineRequest, Finish, RequestUsage
 from worker.engine.plan import BlockCopy
+from worker.engine.retention.base import Retained, RetentionPolicy
 from worker.engine.sampling import SamplingParams
 from worker.models.base import ModelSpec
 
@@ -38,7 +39,9 @@ class State(Enum):
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One choice. `tokens` = prompt + generated; the KV of the first `computed` is in its blocks.
+    """One choice. `tokens` = prompt + generated; the KV of the first `computed` is in its blocks,
+    but for the `dropped` ones that its policy let go: positions count `computed` (logical), places
+    in blocks `stored` (physical).
 
     `tables[g]` are its blocks of group g, -1 where a window has passed; it holds one reference to
     each, and to the source of each pending copy. `shared` counts leading blocks of group 0 that
@@ -62,7 +65,9 @@ class Sequence:
     inserted: bool = False  # the blocks of everything given are offered to the cache
     last_step: int = 0
     overtaken: int = 0  # times one behind it in its tenant's queue was admitted first
-    writable_to: int = 0
+    writable_to: int = 0  # of `computed`
+    dropped: int = 0
+    retained: Retained | None = None  # None: all tokens stay
     slot: int = -1
     stale_from: int = 0
     keys: list[BlockKey] = field(default_factory=list)
@@ -80,6 +85,16 @@ class Sequence:
     def generated(self) -> int:
         """Tokens after the prompt, those given at submit included."""
         return len(self.tokens) - self.request.spec.prompt_tokens
+
+    @property
+    def stored(self) -> int:
+        """Tokens whose KV is in its blocks."""
+        return self.computed - self.dropped
+
+    @property
+    def plain(self) -> int:
+        """How many of its leading tokens caches may give it and be given."""
+        return len(self.tokens) if self.retained is None else self.retained.plain
 
     @property
     def left(self) -> int:
@@ -131,6 +146,7 @@ class Request:
     ends: frozenset[int]
     tokens_max: int
     charge: int  # tokens its tenant is charged with when it is first admitted
+    policy: RetentionPolicy | None = None
     sequences: list[Sequence] = field(default_factory=list)
     forked: bool = False
     cached_tokens: int | None = None
@@ -146,6 +162,17 @@ class Request:
     def alive(self) -> list[Sequence]:
         """Choices that have not ended."""
         return [s for s in self.sequences if s.state is not State.FINISHED]
+
+    def check_integrity(self) -> None:
+        """Assert that a live request has a live choice and that its counts agree; for tests."""
+        assert self.alive, "a live request without a live choice"
+        spec, usage = self.spec, self.usage()
+        assert usage.cached_tokens + usage.computed_tokens == usage.prompt_tokens
+        assert (usage.prompt_tokens == 0) == (self.cached_tokens is None)
+        for sequence in self.sequences:
+            assert tuple(sequence.tokens[: len(spec.token_ids)]) == spec.token_ids
+            emitted = len(sequence.tokens) - len(spec.token_ids)
+            assert sequence.emitted == emitted <= max(self.credit, 0)
 
     def usage(self) -> RequestUsage:
         """What it has cost so far; all zero for the prompt if it was never admitted."""

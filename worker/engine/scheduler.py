@@ -17,6 +17,7 @@ from worker.engine.paging import PagedMemory, blocks_for
 from worker.engine.plan import StepPlan
 from worker.engine.planning import Drafts, PlanBuilder
 from worker.engine.promotion import AT_ONCE, Promoter
+from worker.engine.pruning import Pruner
 from worker.engine.request import Request, Sequence, State
 from worker.engine.speculation import Speculator
 from worker.engine.timing import StepTimes
@@ -76,12 +77,15 @@ class Scheduler:
         config: EngineConfig,
         times: StepTimes,
         tiers: Promoter | None = None,
+        pruner: Pruner | None = None,
     ) -> None:
         assert config.step_tokens_max > 0 and config.running_max > 0
         self.memory = memory
         self.tiers = tiers
         self.waits_for_tiers = False  # the last plan left out a prompt whose blocks are coming
+        self.pruner = pruner
         self.builder = PlanBuilder(memory.block_tokens, len(memory.pools))
+        self.builder.pruned = pruner is not None
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # by age
         self.parked: dict[int, Sequence] = {}  # by id: without blocks, without credit
@@ -96,6 +100,7 @@ class Scheduler:
         self._blocked: tuple[Sequence, int] | None = None
         self._stuck: list[Sequence] = []
         self._step = 0
+        self.blocks_low = memory.available(0)  # the least after a step was planned
 
     # --- entering and leaving ----------------------------------------------------------------
 
@@ -174,6 +179,8 @@ class Scheduler:
         """
         self._step += 1
         self.waits_for_tiers = False
+        if self.pruner is not None:
+            self.pruner.prune(self.running)
         draft = _Draft(self._budget, self._budget)
         runnable = [s for s in self.running if s.request.credit > s.emitted]
         decoding = self._decoding(runnable)
@@ -187,6 +194,9 @@ class Scheduler:
             self._prefill(draft, prompts)
         if not draft.rows:
             return None
+        pool = self.memory.pools[0]
+        if pool.free + pool.evictable < self.blocks_low:
+            self.blocks_low = pool.free + pool.evictable
         drafts = self._speculate(draft) if self.speculator.most else {}
         rows = tuple(draft.rows.items())
         for sequence, _ in rows:
@@ -256,7 +266,7 @@ class Scheduler:
         decoding = [
             s
             for s, count in draft.rows.items()
-            if count == 1 and s.inserted and s.computed + 1 == len(s.tokens)
+            if count == 1 and s.inserted and s.computed + 1 == len(s.tokens) and not s.retained
         ]
         drafts: dict[Sequence, list[int]] = {}
         if not decoding or not self.speculator.pays(len(decoding)):
@@ -279,7 +289,11 @@ class Scheduler:
             want = min(had + room, sequence.pending, computable)
             if want <= had:
                 return
-            count = self.memory.grow(sequence, want)
+            if self.pruner is not None and sequence.retained is not None:
+                want = self.pruner.room(sequence, want)
+                if 0 < want <= had or sequence in self.pruner.failed:
+                    return
+            count = self.memory.grow(sequence, want) if want else 0
             if count:
                 draft.add(sequence, count - had, prefill=prefill)
                 return
@@ -390,7 +404,7 @@ class Scheduler:
         """Whether a prompt that is being computed will bring `head` a block more than is `matched`
         now: then it is worth the wait (SGLang's in-batch prefix caching)."""
         stop = (matched // self.memory.block_tokens + 1) * self.memory.block_tokens
-        if stop >= len(head.tokens):
+        if stop >= len(head.tokens) or stop > head.plain:
             return False
         return any(
             not s.inserted
@@ -399,6 +413,7 @@ class Scheduler:
             and len(s.tokens) >= stop
             and s.request.chain == head.request.chain
             and s.tokens[:stop] == head.tokens[:stop]
+            and s.plain >= stop
             for s in self.running
         )
 
@@ -444,7 +459,7 @@ class Scheduler:
             assert sequence.state is State.RUNNING
             assert 0 <= sequence.computed < len(sequence.tokens)
             for table in sequence.tables:
-                assert len(table) == blocks_for(sequence.computed, size)
+                assert len(table) == blocks_for(sequence.stored, size)
         queued = list(self.waiting)
         assert len(queued) == len(self.waiting) == len({s.id for s in queued})
         assert sum(s.pending for s in queued) == self.waiting.tokens
@@ -453,7 +468,7 @@ class Scheduler:
         for sequence in self.parked.values():
             assert sequence.state is State.PARKED and sequence.credit <= 0
         for sequence in (*queued, *self.parked.values()):
-            assert sequence.computed == 0 and not any(sequence.tables)
+            assert sequence.computed == sequence.dropped == 0 and not any(sequence.tables)
             assert sequence.hold is None and not sequence.copies
         self.memory.check_integrity(self.running)
         self.builder.check_integrity(self.running)

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from kernels.layout import PageLayout
+from kernels.slots import Longs
 from kvstore.groups import KVGroup, Representation
 from worker.engine.plan import StepPlan
 
@@ -57,6 +58,21 @@ class Model(Protocol):
 
         Shape [len(plan.samples), vocab]: row i belongs to plan.samples[i], until the next call.
         """
+        ...
+
+    def move_slots(
+        self, group: int, sources: Longs, targets: Longs, rows: Longs | None = None
+    ) -> None:
+        """Copy token slots (block * block_tokens + offset) of a group on every rank, between steps.
+
+        int64 [n] each; no target is a source. With `rows` [n], layer * KV heads + head (of the
+        group's layers), only that head of each slot is copied; a model without `layouts` has none.
+        """
+        ...
+
+    def read_keys(self, group: int, slots: Longs) -> torch.Tensor:
+        """Copies of the keys in these slots, as stored: float32 [layers of the group, KV heads, n,
+        dim]. Only of a model with `layouts`."""
         ...
 
     def read_block(self, group: int, block: int, rank: int = 0) -> bytes:

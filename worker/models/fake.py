@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kernels.slots import Longs
 from kvstore.groups import DEFAULT_BLOCK_TOKENS, GroupKind, KVGroup, Representation
 from seams.errors import ModelLoadError, OutOfBlocks
 from worker.engine.plan import BlockCopy, Ints, StepPlan
@@ -84,6 +85,11 @@ class _Pool:
         masked = rows ^ self.mask if self.mask else rows
         for rank, array in enumerate(self._slots):
             array[slots] = masked[:, rank * self.slot_bytes : (rank + 1) * self.slot_bytes]
+
+    def move(self, sources: Longs, targets: Longs) -> None:
+        """Copy slots; none of them is read after it was written."""
+        for array in self._slots:
+            array[targets] = array[sources]
 
     def copy(self, copy: BlockCopy) -> None:
         """Copy the first positions of a block."""
@@ -165,11 +171,13 @@ class FakeModel:
         begin, end = int(plan.starts[s]), int(plan.starts[s + 1])
         last = int(plan.lengths[s])
         first = last - (end - begin)
-        assert plan.positions[begin:end].tolist() == list(range(first, last))
+        logical = int(plan.positions[begin])  # more than `first` once tokens were dropped
+        assert logical >= first
+        assert plan.positions[begin:end].tolist() == list(range(logical, logical + end - begin))
         ids = plan.token_ids[begin:end].tolist()
         for g, pool in enumerate(self._pools):
             seen = pool.read(plan.tables[g][s], self._first_visible(pool.group, first), first)
-            pool.write(plan.slots[g][begin:end], self._extend(g, seen, first, ids))
+            pool.write(plan.slots[g][begin:end], self._extend(g, seen, logical, ids))
 
     def _extend(self, g: int, seen: bytes, start: int, ids: list[int]) -> bytes:
         key, width, window = self._keys[g], self._widths[g], self._spec.groups[g].window_tokens
@@ -193,6 +201,17 @@ class FakeModel:
         drawn = b"".join(hashlib.shake_128(digest).digest(2 * vocab) for digest in digests)
         values = np.frombuffer(drawn, "<u2").reshape(len(digests), vocab)
         return torch.from_numpy(values.astype(np.float32) / 8192)
+
+    def move_slots(
+        self, group: int, sources: Longs, targets: Longs, rows: Longs | None = None
+    ) -> None:
+        """Copy token slots; it has no heads to copy by themselves."""
+        assert rows is None and not set(sources.tolist()) & set(targets.tolist())
+        self._pools[group].move(sources, targets)
+
+    def read_keys(self, group: int, slots: Longs) -> torch.Tensor:
+        """It has no keys."""
+        raise NotImplementedError("A fake model has no keys.")
 
     def read_block(self, group: int, block: int, rank: int = 0) -> bytes:
         """The block's bytes as they lie in the pool."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 
+from kernels.native.decoder import PAGE_LAYOUT
+from kernels.slots import Longs, Slots
 from kvstore.groups import KVGroup
 from seams.errors import OutOfBlocks
 from worker.engine.plan import BlockCopy
@@ -84,6 +87,22 @@ class PooledModel:
     def spec(self) -> ModelSpec:
         """Constant."""
         return self._spec
+
+    @cached_property
+    def _slots(self) -> list[Slots]:
+        paired = self._spec.representation.layout == PAGE_LAYOUT
+        pools = zip(self._spec.layouts, self._pools.pools, strict=True)
+        return [Slots(layout, pool, paired=paired) for layout, pool in pools]
+
+    def move_slots(
+        self, group: int, sources: Longs, targets: Longs, rows: Longs | None = None
+    ) -> None:
+        """Copy token slots, all heads of them or one each."""
+        self._slots[group].move(sources, targets, rows)
+
+    def read_keys(self, group: int, slots: Longs) -> torch.Tensor:
+        """The keys in these slots, float32 [layers, KV heads, n, dim]."""
+        return self._slots[group].keys(slots)
 
     def read_block(self, group: int, block: int, rank: int = 0) -> bytes:
         """The block's bytes as they lie in the pool."""

@@ -1,0 +1,1 @@
+"""What is learnt once of a model's activations, and kept in a file."""

@@ -1,0 +1,102 @@
+"""Pruner: sequences that reached their policy's limit are asked what stays, and compacted. It
+knows when and whom; the policy chooses, the compactor moves.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import numpy as np
+
+from kernels.slots import Longs
+from worker.engine.compaction import Compactor
+from worker.engine.paging import PagedMemory
+from worker.engine.request import Sequence
+from worker.engine.retention.base import Mask, PageView, Retained
+from worker.models.base import Model
+
+_log = logging.getLogger(__name__)
+
+
+class Pruner:
+    """Of one engine. Called between steps, when no row of a due sequence is under way.
+
+    `failed` are sequences whose round failed: nothing of them can be trusted but what caches know,
+    and the engine ends them.
+    """
+
+    def __init__(self, memory: PagedMemory, model: Model) -> None:
+        self._memory, self._model = memory, model
+        self.compactor = Compactor(memory, model)
+        self.failed: list[Sequence] = []
+
+    def start(self, sequence: Sequence) -> None:
+        """A sequence came into being; nothing of it is computed."""
+        request = sequence.request
+        if request.policy is not None:
+            sequence.retained = Retained.of(request.policy, request.spec.prompt_tokens)
+
+    def prune(self, running: Iterable[Sequence]) -> None:
+        """Let all that are due have their round, where no block is lacking for it: what one gives
+        back, another may need in this step."""
+        for sequence in running:
+            retained = sequence.retained
+            if retained is not None and sequence.stored == retained.limit:
+                self.room(sequence, 1)
+
+    def room(self, sequence: Sequence, want: int) -> int:
+        """How many of `want` tokens a sequence may have before its next round; one that is due has
+        its round first. 0 if blocks are lacking for that, or it failed."""
+        retained = sequence.retained
+        assert retained is not None and sequence.stored <= retained.limit
+        if sequence.stored == retained.limit and not self._try(sequence, retained):
+            return 0
+        return min(want, retained.limit - sequence.stored)
+
+    def take_failed(self) -> list[Sequence]:
+        """`failed`, which is empty afterwards."""
+        failed, self.failed = self.failed, []
+        return failed
+
+    def _try(self, sequence: Sequence, retained: Retained) -> bool:
+        if sequence in self.failed:
+            return False
+        try:
+            return self._round(sequence, retained)
+        except Exception:
+            _log.exception("a round of %s failed", retained.policy.state_hash)
+            self.failed.append(sequence)
+            return False
+
+    def _round(self, sequence: Sequence, retained: Retained) -> bool:
+        compactor = self.compactor
+        plan = compactor.plan(sequence, self._choice(sequence, retained))
+        if plan is None:
+            return False
+        try:
+            compactor.execute(plan)
+        except BaseException:
+            compactor.abort(plan)
+            raise
+        compactor.commit(plan)
+        return True
+
+    def _choice(self, sequence: Sequence, retained: Retained) -> Mask:
+        view = PageView(
+            block_tokens=self._memory.block_tokens,
+            fixed=retained.fixed,
+            kept=retained.kept,
+            computed=sequence.computed,
+            positions=retained.positions_of(sequence.computed, sequence.stored),
+            keys=lambda: self._model.read_keys(0, self._slots(sequence, retained.fixed)),
+        )
+        kept = retained.policy.select(view)
+        assert (kept.sum(axis=1) == retained.kept).all() and kept[:, : retained.fixed].all()
+        return kept
+
+    def _slots(self, sequence: Sequence, first: int) -> Longs:
+        """Slots of group 0, from the sequence's `first` on."""
+        size = self._memory.block_tokens
+        page, offset = np.divmod(np.arange(first, sequence.stored, dtype=np.int64), size)
+        return np.array(sequence.tables[0], dtype=np.int64)[page] * size + offset

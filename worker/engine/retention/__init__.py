@@ -1,0 +1,1 @@
+"""Which tokens of a sequence survive in its blocks."""
