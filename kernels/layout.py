@@ -45,7 +45,7 @@ class PageLayout:
         assert pool.dtype == torch.uint8 and pool.is_contiguous()
         assert pool.dim() == 2 and pool.shape[1] == self.block_bytes, "pool does not fit the layout"
         numbers = pool.view(DTYPES[self.dtype])
-        shared = _Shared(self)
+        shared = StepPlaces(self)
         return [LayerPages(self, numbers, layer, shared) for layer in range(self.layers)]
 
 
@@ -58,7 +58,7 @@ class _Gathered(NamedTuple):
     values: torch.Tensor
 
 
-class _Shared:
+class StepPlaces:
     """What the layers of one pool share: what is derived once a step, and one scratch buffer."""
 
     def __init__(self, layout: PageLayout) -> None:
@@ -105,8 +105,9 @@ class LayerPages:
     are strided views into the pool, for kernels that read pages in place."""
 
     def __init__(
-        self, layout: PageLayout, numbers: torch.Tensor, layer: int, shared: _Shared
+        self, layout: PageLayout, numbers: torch.Tensor, layer: int, shared: StepPlaces
     ) -> None:
+        """`numbers` [blocks, ...] of the layout's dtype; a row may be part of a larger block."""
         self.layout = layout
         self._shared = shared
         heads, tokens = layout.kv_heads, layout.block_tokens
@@ -117,7 +118,7 @@ class LayerPages:
         self.keys = page[:, :width].view(blocks, heads, tokens, layout.qk_dim)
         self.values = page[:, width:].view(blocks, heads, tokens, layout.v_dim)
         self._head_rows: torch.Tensor | None = None
-        if layout.qk_dim == layout.v_dim and numbers.shape[0] > 0:
+        if layout.qk_dim == layout.v_dim and numbers.shape[0] > 0 and numbers.is_contiguous():
             # Keys and values alike: the pool is rows of one head's page, all of one size.
             flat = numbers.view(-1, tokens * layout.qk_dim)
             self._head_rows = flat[2 * heads * layer :]

@@ -1,0 +1,1 @@
+"""How keys and values are stored in fewer bytes: vectors, layers, pages; knows no model."""

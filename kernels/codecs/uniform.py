@@ -1,0 +1,80 @@
+"""Vectors rounded to equal steps between their own least and largest number: the quantiser under
+OSCAR, and of other codecs' values. Knows no calibration.
+
+Two numbers in fp16 per vector: the step and the least number. (Writing the place of zero in steps
+instead, as is usual, overflows where a vector's numbers are nearly equal.)
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.codecs.packing import lookup, pack, packed_bytes, run_table
+
+SCALE_BYTES = 4  # step and least number
+FLAT = 2.0**-10  # of the least number: steps below this are lost in its fp16
+SETTLE_STEPS_MAX = 16
+
+
+class UniformVectors:
+    """Implements VectorCodec. `rotation` float32 [heads or 1, dim, dim], orthonormal, is applied to
+    row vectors from the right; None leaves the basis."""
+
+    token_local = True
+
+    def __init__(
+        self, dim: int, bits: int, *, rotation: torch.Tensor | None = None, clip: float = 0.0
+    ) -> None:
+        """`clip`: the share of a vector's numbers that keep their size; larger ones are cut to the
+        largest of these. 0 = none are cut."""
+        assert 0 <= clip <= 1
+        self.dim, self.bits = dim, bits
+        self.heads = 1 if rotation is None else len(rotation)
+        self.index_bytes = packed_bytes(dim, bits)
+        self.vector_bytes = self.index_bytes + SCALE_BYTES
+        self.rotation = rotation
+        self._kept = min(int(clip * dim), dim - 1) if clip else dim - 1
+        device = "cpu" if rotation is None else rotation.device
+        self._table = run_table(torch.arange(1 << bits, device=device).float(), bits)
+
+    def encode(self, vectors: torch.Tensor) -> torch.Tensor:
+        """See VectorCodec. A vector that is not finite becomes NaN.
+
+        Where numbers are cut, the code is one that its own vector is encoded to: the two ends are
+        rounded to fp16 apart, and the longer of them would be cut again, a little.
+        """
+        codes = self._rounded(self.turn(vectors.float()))
+        for _ in range(SETTLE_STEPS_MAX if self._kept < self.dim - 1 else 0):
+            again = self._rounded(self.decode(codes))
+            if torch.equal(again, codes):
+                break
+            codes = again
+        return codes
+
+    def _rounded(self, turned: torch.Tensor) -> torch.Tensor:
+        """Codes of vectors float32 that are turned already."""
+        if self._kept < self.dim - 1:
+            limit = turned.abs().sort(-1).values[..., self._kept, None]
+            turned = turned.clamp(-limit, limit)
+        least = turned.amin(-1, keepdim=True).half().float()
+        step = (turned.amax(-1, keepdim=True) - least) / ((1 << self.bits) - 1)
+        step = torch.where(step < least.abs() * FLAT, 0.0, step).half().float()
+        places = torch.where(step > 0, (turned - least) / step + 0.5, 0.0)
+        numbers = places.nan_to_num(0.0).clamp(0, (1 << self.bits) - 1).to(torch.uint8)
+        stored = torch.cat((step, least), -1).half()
+        return torch.cat((pack(numbers, self.bits), stored.view(torch.uint8)), -1)
+
+    def decode(self, codes: torch.Tensor) -> torch.Tensor:
+        """See VectorCodec."""
+        packed, stored = codes.split((self.index_bytes, SCALE_BYTES), -1)
+        halves = stored.clone(memory_format=torch.contiguous_format).view(torch.float16)
+        step, least = halves.float().split(1, -1)
+        return lookup(packed, self.bits, self.dim, self._table.to(codes.device)) * step + least
+
+    def turn(self, vectors: torch.Tensor) -> torch.Tensor:
+        """See VectorCodec."""
+        return vectors if self.rotation is None else vectors.float() @ self.rotation
+
+    def turn_back(self, vectors: torch.Tensor) -> torch.Tensor:
+        """See VectorCodec."""
+        return vectors if self.rotation is None else vectors.float() @ self.rotation.transpose(1, 2)
