@@ -36,8 +36,11 @@ p.note { color: #57606a; margin: 4px 0 0; } code { background: #e9ebee; padding:
 """
 
 
-def _number(value: float | None, unit: float = 1.0) -> str:
-    return "–" if value is None else f"{value * unit:,.4g}"
+def number(value: float | None, unit: float = 1.0) -> str:
+    """`value` times `unit` for people."""
+    if value is None:
+        return "–"
+    return f"{value * unit:,.0f}" if value * unit >= 1000 else f"{value * unit:.4g}"
 
 
 def _share(value: float | None) -> str:
@@ -57,14 +60,14 @@ def summary(found: Sequence[Figures]) -> tuple[list[str], list[list[str]]]:
 def _summed(one: Figures) -> list[str]:
     def ms(name: str, part: str) -> str:
         found = one.latencies.get(name)
-        return _number(getattr(found, part), 1e3) if found is not None else "–"
+        return number(getattr(found, part), 1e3) if found is not None else "–"
 
     return [
-        one.load, str(one.requests), str(one.failed + one.skipped), _number(one.request_hz),
-        _number(one.output_tokens_hz), ms("ttft", "p50_s"), ms("ttft", "p99_s"),
+        one.load, str(one.requests), str(one.failed + one.skipped), number(one.request_hz),
+        number(one.output_tokens_hz), ms("ttft", "p50_s"), ms("ttft", "p99_s"),
         ms("itl", "p50_s"), ms("itl", "p99_s"), ms("tpot", "p50_s"), ms("e2e", "p50_s"),
         ms("e2e", "p99_s"), _share(one.cached_share), _share(one.attainment),
-        _number(one.goodput_hz),
+        number(one.goodput_hz),
     ]  # fmt: skip
 
 
@@ -72,7 +75,7 @@ def _latency_rows(one: Figures) -> list[list[str]]:
     parts = ("mean_s", "p50_s", "p90_s", "p95_s", "p99_s", "max_s")
     return [
         [words, str(one.latencies[name].samples)]
-        + [_number(getattr(one.latencies[name], part), 1e3) for part in parts]
+        + [number(getattr(one.latencies[name], part), 1e3) for part in parts]
         for name, words in LATENCIES.items()
         if name in one.latencies
     ]

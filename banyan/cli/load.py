@@ -223,7 +223,7 @@ def compare(a: str, b: str, json_file: str, seed: int) -> None:
 def _compared(ratio: Ratio) -> list[str]:
     unit = "" if ratio.unit.startswith("of ") else f", {ratio.unit}"
     between = "" if ratio.low is None else f"{ratio.low:.3f} – {ratio.high:.3f}"
-    numbers = [f"{ratio.a:,.4g}", f"{ratio.b:,.4g}", f"{ratio.ratio:.3f}"]
+    numbers = [page.number(ratio.a), page.number(ratio.b), f"{ratio.ratio:.3f}"]
     return [ratio.name + unit, *numbers, between, "differs" if ratio.differs else ""]
 
 
