@@ -45,6 +45,7 @@ class Options(TypedDict, total=False):
     logprobs: int
     logit_bias: Mapping[int, float]
     allowed_token_ids: Sequence[int]
+    retention: str
     session: str
     label: str
     no_cache: bool

@@ -87,6 +87,36 @@ REPLICA_METRICS = (
         "cached_tokens",
         "Of the prompt tokens: read from the cache, not computed.",
     ),
+    Metric(
+        "low_blocks",
+        GAUGE,
+        "blocks_low",
+        "The least that ever was free or evictable when a step was planned.",
+    ),
+    Metric(
+        "retention_rounds_total",
+        COUNTER,
+        "retention_rounds",
+        "Times a sequence was pruned.",
+    ),
+    Metric(
+        "retention_dropped_tokens_total",
+        COUNTER,
+        "retention_dropped_tokens",
+        "Tokens whose keys and values were dropped.",
+    ),
+    Metric(
+        "retention_freed_blocks_total",
+        COUNTER,
+        "retention_freed_blocks",
+        "Whole blocks that this made free, of all KV groups.",
+    ),
+    Metric(
+        "retention_moved_bytes_total",
+        COUNTER,
+        "retention_moved_bytes",
+        "Bytes of survivors that were moved for it.",
+    ),
 )
 TIER_METRICS = (
     Metric(

@@ -72,6 +72,8 @@ class ReplicaConfig:
     redis_ttl_s: int = REDIS_TTL_S
     cold_codec: str = "none"  # how blocks are written below the device: as they are
     namespace: str = "default"
+    retention: str = ""  # which tokens stay: a policy, "requests": what they ask for; "" = all stay
+    calibration: str = ""  # a file of `banyan calibrate`, for policies that need one
 
     def as_dict(self) -> dict[str, Any]:
         """For `ReplicaConfig(**d)` on the other side."""

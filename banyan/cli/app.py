@@ -39,6 +39,10 @@ Redis = Annotated[
     str, typer.Option(help="URL of the shared tier, or @FILE with it; default: the cluster's.")
 ]
 TimeoutS = Annotated[float, typer.Option(help="Seconds for the whole call; 0 = no limit.")]
+Retention = Annotated[
+    str, typer.Option(help="Which tokens stay in KV, e.g. streaming:sinks=4,window=1024; '' = all.")
+]
+Calibration = Annotated[str, typer.Option(help="For --retention: of `banyan calibrate`.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -100,6 +104,8 @@ def up(
         str, typer.Option(help="KV for all replicas: none, embedded, a URL, or @FILE with one.")
     ] = "none",
     cold_codec: Annotated[str, typer.Option(help="KV off the device: none or fp8.")] = "none",
+    retention: Retention = "",
+    calibration: Calibration = "",
     api_keys: Annotated[str, typer.Option(help="JSON file of API keys and their tenants.")] = "",
     timeout_s: Annotated[float, typer.Option(help="Give up after this many seconds.")] = 300.0,
     json_output: Json = False,
@@ -119,6 +125,7 @@ def up(
         api_keys=read_api_keys(Path(api_keys)) if api_keys else {},
         adapters=tuple(adapter or ()), host_gib=host_gib, nvme=nvme, nvme_gib=nvme_gib,
         redis="" if redis == "none" else redis, cold_codec=cold_codec,
+        retention=retention, calibration=calibration,
     )  # fmt: skip
     clusters.up(spec, json_output=json_output)
 
@@ -236,6 +243,28 @@ def demo(
         run_tiers(json_file)
         return
     run_demo(json_file, users=users, max_tokens=max_tokens)
+
+
+@app.command()
+def calibrate(
+    model: Annotated[
+        str, typer.Argument(help="demo, a folder, a GGUF file, or a Hugging Face id.")
+    ],
+    text: Annotated[str, typer.Option(help="A file of ordinary text.")],
+    out: Annotated[str, typer.Option(help="The file to write.")],
+    tokens: Annotated[int, typer.Option(help="How many of its tokens, at most.")] = 8192,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Learn what retention policies and codecs need to know of a model, once."""
+    from banyan.calibrate import calibrate as learn
+    from banyan.cli import output
+    from banyan.models import resolve_model
+
+    with output.stages(quiet=False) as report:
+        folder = resolve_model(model, report)
+    with output.errors.status("reading the text"):
+        said = learn(folder, Path(text), Path(out), tokens, device)
+    output.console.print(said)
 
 
 @model_app.command("fetch")

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from seams.errors import LaunchError
+from seams.errors import InvalidRequest, LaunchError
+from worker.service.settings import check_retention
 
 DEFAULT_LISTEN = "127.0.0.1:7600"
 
@@ -44,6 +45,8 @@ class ClusterSpec:
     nvme_gib: float = 0.0
     redis: str = ""  # "" = none, "embedded" = a server of the cluster's own, a URL, or @FILE
     cold_codec: str = "none"
+    retention: str = ""  # ReplicaConfig.retention
+    calibration: str = ""  # a file; every replica's machine has it there
 
 
 def read_api_keys(path: Path) -> dict[str, str]:
@@ -166,6 +169,12 @@ def check(spec: ClusterSpec) -> None:
         raise LaunchError("--context-tokens must not be negative.")
     if spec.speculate < 0:
         raise LaunchError("--speculate must not be negative.")
+    try:
+        check_retention(spec.retention)
+    except InvalidRequest as error:
+        raise LaunchError(f"--retention: {error.message}") from None
+    if spec.calibration and not Path(spec.calibration).is_file():
+        raise LaunchError(f"--calibration: there is no file {spec.calibration}.")
     if not spec.timeout_s > 0:  # nan too; inf is no limit
         raise LaunchError("--timeout-s must be more than 0.")
     if uses_gpu(spec) and not spec.ray_address and spec.replicas > gpus():

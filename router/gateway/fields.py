@@ -43,6 +43,11 @@ def integer(name: str, value: Any) -> int:
     return value
 
 
+def top_k(name: str, value: Any) -> int:
+    """An integer; below 0 means off, as 0 does to us."""
+    return max(0, integer(name, value))
+
+
 def number(name: str, value: Any) -> float:
     """Any number; its limit refuses what is not finite."""
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -103,7 +108,7 @@ def bias(name: str, value: Any) -> dict[int, float]:
 SAMPLING: dict[str, Field] = {
     "temperature": Field(number, "Sampling.temperature"),
     "top_p": Field(number, "Sampling.top_p"),
-    "top_k": Field(lambda name, value: max(0, integer(name, value)), "Sampling.top_k"),  # -1: off
+    "top_k": Field(top_k, "Sampling.top_k"),
     "min_p": Field(number, "Sampling.min_p"),
     "repetition_penalty": Field(number, "Sampling.repetition_penalty"),
     "presence_penalty": Field(number, "Sampling.presence_penalty"),
@@ -117,6 +122,7 @@ SAMPLING: dict[str, Field] = {
     "seed": Field(integer, "OpenAI.seed"),
     "n": Field(integer, "Sampling.n"),
     "logit_bias": Field(bias, "OpenAI.logit_bias"),
+    "retention": Field(text, "Sampling.retention"),
 }
 COMMON: dict[str, Field] = SAMPLING | {
     "model": Field(text, "GenerateRequest.model"),

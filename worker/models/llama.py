@@ -7,7 +7,7 @@ residual stream is float32 whatever the weights are: in bfloat16 it alone would 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,9 @@ from worker.models.lora import Adapter, AdapterRows, adapter_rows, add_low_rank
 from worker.models.pools import BlockPools, PooledModel
 from worker.models.rope import build_table, rotate
 from worker.models.weights import FLOATS, Weights
+
+Tap = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Of a layer: its number, queries before and after RoPE, attention's output; [N, Hq, dim] each."""
 
 
 def page_layouts(
@@ -133,6 +136,7 @@ class LlamaModel(PooledModel):
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
         self._pools = BlockPools([group for group, _ in grouped], self._device)
         self._pages: list[list[PageLoader]] = []  # [group][layer of the group]
+        self.tap: Tap | None = None  # told of every layer of every step; for calibration
         self._spec = ModelSpec(
             name=name,
             fingerprint=fingerprint,
@@ -214,6 +218,9 @@ class LlamaModel(PooledModel):
         pages = self._pages[layer.group][layer.index]
         pages.write(batch.slots, keys, values)
         attended = self._backend.attend(query, pages, batch, layer.attention).out.flatten(1)
+        if self.tap is not None:
+            count = config.query_heads
+            self.tap(layer.number, turned[:, :count], query, attended.view(len(query), count, -1))
         out = add_low_rank(layer.output(attended), attended, layer.number, "output", groups)
         self._add(hidden, out, layer.attention_post_norm)
 

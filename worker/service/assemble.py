@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from seams.clock import SystemClock
-from seams.errors import ModelLoadError
+from seams.errors import InvalidRequest, LaunchError, ModelLoadError
 from seams.proof import read_secret
 from seams.textfiles import read_text_files
 from worker.config import EngineConfig, ReplicaConfig
 from worker.models.base import ModelSpec
 from worker.service.replica import Replica, ReplicaParts
 from worker.service.settings import thread_count
+
+if TYPE_CHECKING:
+    from worker.engine.retention.policies import Policies
 
 
 def _text_files(model: str) -> dict[str, bytes]:
@@ -71,13 +75,30 @@ def load_parts(config: ReplicaConfig) -> ReplicaParts:
     text_files = _text_files(config.model)
     tiers = open_tiers(config, model.spec, _host_pool_bytes(config, model.spec, blocks))
     try:
-        engine = ThreadEngine(EngineCore(model, limits, clock, tiers=tiers))
+        retention = _policies(config, model.spec)
+        engine = ThreadEngine(EngineCore(model, limits, clock, tiers=tiers, retention=retention))
     except BaseException:
         if tiers is not None:
             tiers.close()
         raise
     spec = served_spec(config, model.spec)
     return ReplicaParts(engine, spec, blocks, text_files, clock, tiers)
+
+
+def _policies(config: ReplicaConfig, spec: ModelSpec) -> Policies | None:
+    """What retention the replica offers. Raises LaunchError."""
+    from worker.calibration.statistics import Statistics
+    from worker.engine.retention.policies import Policies
+
+    if not config.retention:
+        return None
+    known = None
+    if config.calibration:
+        known = Statistics.load(Path(config.calibration), spec.fingerprint)
+    try:
+        return Policies(spec, config.retention, known)
+    except InvalidRequest as error:
+        raise LaunchError(f"--retention: {error.message}") from None
 
 
 def _host_pool_bytes(config: ReplicaConfig, spec: ModelSpec, blocks: tuple[int, ...]) -> int:

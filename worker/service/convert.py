@@ -15,7 +15,14 @@ from seams.errors import BanyanError, InvalidRequest, ModelNotFound, PromptTooLo
 from seams.limits import check_message
 from seams.proof import matches, token_digest
 from seams.trailers import retry_after_ms
-from worker.engine.messages import CacheOp, Emission, EngineLoad, EngineRequest, RequestUsage
+from worker.engine.messages import (
+    CacheOp,
+    Compacted,
+    Emission,
+    EngineLoad,
+    EngineRequest,
+    RequestUsage,
+)
 from worker.engine.sampling import SamplingParams
 
 DEFAULT_TENANT = "default"  # the routers' name for everyone, where there are no API keys
@@ -113,6 +120,7 @@ def submitted(
         credit_tokens=submit.credit_tokens,
         no_cache=submit.no_cache,
         adapter=root.adapter,
+        retention=submit.sampling.retention,
     )
 
 
@@ -156,6 +164,7 @@ def ticketed(
         credit_tokens=credit_tokens,
         no_cache=request.no_cache,
         adapter=root.adapter,
+        retention=given.retention,
     )
 
 
@@ -225,6 +234,7 @@ def heartbeat(
     tiers: Sequence[common_pb2.TierLoad] = (),
 ) -> internal_pb2.Heartbeat:
     """Load for the routers. `base` is the load after warm-up: its tokens were nobody's."""
+    compacted = load.compacted or Compacted()
     return internal_pb2.Heartbeat(
         draining=draining,
         load=internal_pb2.Load(
@@ -241,6 +251,11 @@ def heartbeat(
             cached_tokens=load.cached_tokens - base.cached_tokens,
             stalled=stalled,
             tiers=tiers,
+            blocks_low=load.blocks_low,
+            retention_rounds=compacted.rounds,
+            retention_dropped_tokens=compacted.dropped_tokens,
+            retention_freed_blocks=max(0, compacted.freed_blocks),
+            retention_moved_bytes=compacted.moved_bytes,
         ),
     )
 

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from seams.errors import InvalidRequest
 from worker.config import ReplicaConfig
+from worker.engine.retention.options import POLICIES, Options
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 COLD_CODECS = ("none", "fp8")
@@ -57,7 +58,14 @@ def _check(config: ReplicaConfig) -> None:
             raise InvalidRequest("Every address of the replica's configuration is host:port.")
     if config.listen.rpartition(":")[0] in _EVERY_INTERFACE and not config.advertise:
         raise InvalidRequest("A replica that listens on all interfaces needs advertise.")
+    check_retention(config.retention)
     _check_tiers(config)
+
+
+def check_retention(policy: str) -> None:
+    """Raise InvalidRequest for what is no retention policy; the replica checks its options."""
+    if policy and Options(policy).name not in POLICIES:
+        raise InvalidRequest(f"A retention policy is one of {', '.join(POLICIES)}.")
 
 
 def _check_tiers(config: ReplicaConfig) -> None:
