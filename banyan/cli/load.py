@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+import uvloop
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from banyan.cli import output
@@ -128,7 +129,7 @@ def run(asked_plan: Plan, asked: Asked, out: str, json_file: str) -> None:
     words = words_of(Path(asked.text).expanduser()) if asked.text else made_up
     target = _target(asked)
     folder = _fresh(out) if out else None
-    measured = asyncio.run(_measured(asked_plan, asked, target, make, words, folder))
+    measured = uvloop.run(_measured(asked_plan, asked, target, make, words, folder))
     _show(measured)
     if folder is not None:
         files.write(measured, folder)
