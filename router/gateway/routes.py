@@ -13,6 +13,7 @@ import h11
 from banyan.v1 import api_pb2
 from router.gateway import fields, requests
 from router.gateway.answers import Answer, Chunks
+from router.gateway.description import description
 from router.gateway.exchange import Exchange, Head
 from router.gateway.problems import INVALID, SERVER, Problem, invalid, problem_of
 from router.gateway.requests import Asked
@@ -173,6 +174,9 @@ class Gateway:
         ready = self._ready()
         await exchange.answer(200 if ready else 503, {"status": "ok" if ready else "not ready"})
 
+    async def _description(self, exchange: Exchange, head: Head) -> None:
+        await exchange.answer(200, description())
+
     async def _reset(self, exchange: Exchange, head: Head) -> None:
         self._known_caller(head)
         await exchange.body()
@@ -187,6 +191,7 @@ ROUTES: dict[str, tuple[str, Route]] = {
     "/tokenize": ("POST", Gateway._tokenize),
     "/detokenize": ("POST", Gateway._detokenize),
     "/health": ("GET", Gateway._health),
+    "/openapi.json": ("GET", Gateway._description),
     "/reset_prefix_cache": ("POST", Gateway._reset),
 }
 
