@@ -91,7 +91,7 @@ REPLICA_METRICS = (
         "low_blocks",
         GAUGE,
         "blocks_low",
-        "The least that ever was free or evictable when a step was planned.",
+        "The least that ever was free or evictable.",
     ),
     Metric(
         "retention_rounds_total",

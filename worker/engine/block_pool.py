@@ -33,6 +33,7 @@ class BlockPool:
         self._references = [0] * blocks
         self._idle = [0] * blocks  # of _references
         self._evictable = 0
+        self.low = blocks  # the least that ever was free or evictable, after an allocation
         self._on_free = on_free
 
     @property
@@ -56,6 +57,8 @@ class BlockPool:
         taken.reverse()
         for block in taken:
             self._references[block] = 1
+        if left + self._evictable < self.low:
+            self.low = left + self._evictable
         return taken
 
     def is_evictable(self, block: int) -> bool:

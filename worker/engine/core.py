@@ -192,7 +192,7 @@ class EngineCore:
             prefill_s_per_token=self._times.prefill_s_per_token,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens + (self._tiers.late_tokens if self._tiers else 0),
-            blocks_low=self.scheduler.blocks_low,
+            blocks_low=pool.low,
             compacted=replace(self._pruner.compactor.total) if self._pruner else None,
         )
 

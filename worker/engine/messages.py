@@ -122,8 +122,8 @@ class Compacted:
 class EngineLoad:
     """A snapshot for heartbeats. Blocks are of group 0; times are smoothed, 0 = not measured.
     `waiting` and `queued_prefill_tokens` leave out what waits for credit. `blocks_cached` are
-    those eviction could free. `blocks_low` is the least that ever was free or could be freed when a
-    step was planned. `compacted` is None without retention. `stalled`: the engine failed for good.
+    those eviction could free. `blocks_low` is the least that ever was free or could be freed.
+    `compacted` is None without retention. `stalled`: the engine failed for good.
     """
 
     running: int = 0

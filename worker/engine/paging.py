@@ -145,7 +145,7 @@ class PagedMemory:
         """
         if self._windows:
             self._pass_windows(sequence)
-        stored = sequence.stored
+        stored = sequence.computed - sequence.dropped
         at, offset = divmod(stored, self.block_tokens)
         shared = offset > 0 and any(self._is_shared(sequence, g) for g in range(len(self.pools)))
         room = len(sequence.tables[0]) * self.block_tokens - stored
@@ -244,7 +244,7 @@ class PagedMemory:
         self._sources[copy.group][copy.source] += 1
 
     def _needs(self, sequence: Sequence, count: int) -> list[int]:
-        blocks = blocks_for(sequence.stored + count, self.block_tokens)
+        blocks = blocks_for(sequence.computed - sequence.dropped + count, self.block_tokens)
         return [
             blocks - len(table) + self._is_shared(sequence, g)
             for g, table in enumerate(sequence.tables)

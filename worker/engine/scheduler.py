@@ -100,7 +100,6 @@ class Scheduler:
         self._blocked: tuple[Sequence, int] | None = None
         self._stuck: list[Sequence] = []
         self._step = 0
-        self.blocks_low = memory.available(0)  # the least after a step was planned
 
     # --- entering and leaving ----------------------------------------------------------------
 
@@ -194,9 +193,6 @@ class Scheduler:
             self._prefill(draft, prompts)
         if not draft.rows:
             return None
-        pool = self.memory.pools[0]
-        if pool.free + pool.evictable < self.blocks_low:
-            self.blocks_low = pool.free + pool.evictable
         drafts = self._speculate(draft) if self.speculator.most else {}
         rows = tuple(draft.rows.items())
         for sequence, _ in rows:
