@@ -12,12 +12,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import triton_decode, triton_invariant, triton_rows
+from kernels import triton_codecs, triton_decode, triton_invariant, triton_rows
 from kernels.attention import AttentionSpec
+from kernels.codecs.base import VectorCodec
+from kernels.codecs.fp8 import Fp8Vectors
+from kernels.codecs.turboquant import TurboVectors
+from kernels.codecs.uniform import UniformVectors
 from kernels.layout import DTYPES
 from seams.bench import Report, Row
 
@@ -102,6 +107,25 @@ def _rows(name: str, spec: AttentionSpec, dtype: str, kv_positions: bool) -> Var
     return Variant(f"rows/{name}", triton_rows.attend_rows, types, constants, launch)
 
 
+def _codes(
+    name: str, spec: AttentionSpec, dtype: str, kv_positions: bool, *codecs: VectorCodec
+) -> Variant:
+    types = {
+        "q": f"*{dtype}",
+        **dict.fromkeys(("keys", "values"), "*u8"),
+        **dict.fromkeys(("key_table", "value_table", "part_out", "part_lse"), "*fp32"),
+        **dict.fromkeys(("tables", "spans"), "*i32"),
+        **dict.fromkeys(("positions", "kv_positions"), "*i64"),
+        "scale": "fp32",
+        **{f"{of}_stride": "i32" for of in ("block", "table", "kv_position", "kv_position_head")},
+    }
+    loads = [triton_codecs.load_of(codec, spec.kv_heads, torch.device("cpu")) for codec in codecs]
+    keys, values = (load for load in loads if load is not None)
+    constants = triton_codecs.code_constants(spec, 16, keys, values)
+    constants |= {"HAS_KV_POSITIONS": kv_positions}
+    return Variant(f"codes/{name}", triton_codecs.attend_codes, types, constants)
+
+
 def _merge(name: str, spec: AttentionSpec, dtype: str) -> Variant:
     types = {
         **dict.fromkeys(("part_out", "part_lse", "sinks", "lse"), "*fp32"),
@@ -129,6 +153,28 @@ def _norm(name: str, width: int) -> Variant:
     return Variant(f"norm/{name}", triton_invariant.norm_rows, types, constants, launch)
 
 
+def _coded() -> list[Variant]:
+    """Every load function, every width of packed numbers."""
+
+    def turbo(dim: int, bits: int) -> VectorCodec:
+        return TurboVectors(dim, bits)
+
+    return [
+        _codes("d128-bf16", _PLAIN, "bf16", False, turbo(128, 4), turbo(128, 4)),
+        _codes("k3v2-d64-window-fp16", _EXOTIC, "fp16", True, turbo(64, 3), turbo(64, 2)),
+        _codes("k8v4-d128-fp16", _PLAIN, "fp16", False, Fp8Vectors(128), turbo(128, 4)),
+        _codes("k1-fp8-d256-bf16", _WIDE, "bf16", False, turbo(256, 1), Fp8Vectors(256)),
+        _codes(
+            "uniform-d128-fp32",
+            _PLAIN,
+            "fp32",
+            False,
+            UniformVectors(128, 2),
+            UniformVectors(128, 4),
+        ),
+    ]
+
+
 def variants() -> list[Variant]:
     """One of each kind of model: Llama 3, gpt-oss-like with everything on, Gemma-3-like."""
     return [
@@ -141,6 +187,7 @@ def variants() -> list[Variant]:
         _rows("d64-window-cap-positions-fp16", _EXOTIC, "fp16", True),
         _rows("d256-window-bf16", _WIDE, "bf16", False),
         _rows("d128-fp32", _PLAIN, "fp32", False),
+        *_coded(),
         _merge("d128-bf16", _PLAIN, "bf16"),
         _linear("k4096-bf16", 6144, 4096, "bf16", False),
         _linear("k1000-bias-fp16", 1000, 1000, "fp16", True),

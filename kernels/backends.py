@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.attention import Attended, AttentionBackend, AttentionBatch, AttentionSpec, PageLoader
+from kernels.codecs.pages import CodecPages
 from kernels.layout import LayerPages
 from kernels.paged import PagedAttention
 
@@ -15,14 +16,16 @@ def is_pure_decode(batch: AttentionBatch) -> bool:
 
 
 class GpuAttention:
-    """Triton where every sequence has one row and pages lie in a PageLayout, torch for the rest."""
+    """Triton where every sequence has one row and pages lie in a PageLayout or hold codes that a
+    kernel can load, torch for the rest."""
 
     name = "triton"
 
     def __init__(self) -> None:
-        from kernels import triton_decode  # Linux only, and slow to import
+        from kernels import triton_codecs, triton_decode  # Linux only, and slow to import
 
         self._decode = triton_decode.decode
+        self._decode_codes, self._can_decode = triton_codecs.decode, triton_codecs.can_decode
         self._torch = PagedAttention()
 
     def attend(
@@ -36,6 +39,8 @@ class GpuAttention:
         """As AttentionBackend.attend."""
         if isinstance(pages, LayerPages) and is_pure_decode(batch):
             return self._decode(q, pages, batch, spec, want_lse)
+        if isinstance(pages, CodecPages) and is_pure_decode(batch) and self._can_decode(pages):
+            return self._decode_codes(q, pages, batch, spec, want_lse)
         return self._torch.attend(q, pages, batch, spec, want_lse)
 
 

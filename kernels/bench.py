@@ -1,7 +1,8 @@
-"""What pages cost: attention over them against the same attention over contiguous memory.
+"""What pages cost: attention over them against the same attention over contiguous memory; and cold
+codecs, beside a copy.
 
-`python -m kernels.bench [--json FILE] [--rounds N]`. One layer's call, the layers of a small pool
-taken in turn so that none finds its keys in the cache; shapes of SmolLM2-135M, bf16.
+`python -m kernels.bench [--json FILE] [--rounds N] [--only PART]`. One layer's call, the layers of
+a small pool taken in turn so that none finds its keys in the cache; shapes of SmolLM2-135M, bf16.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +19,8 @@ import torch.nn.functional as F
 from kernels.attention import AttentionBatch, AttentionSpec
 from kernels.backends import backend_for
 from kernels.batch import build_batch
+from kernels.codecs.cold import TurboCold
+from kernels.cold import Fp8Cold
 from kernels.layout import LayerPages, PageLayout
 from seams.bench import Report, Row, alternate, median
 
@@ -171,15 +175,44 @@ def step_rows(rounds: int) -> Iterator[Row]:
         )
 
 
+def cold_rows(rounds: int) -> Iterator[Row]:
+    """Cold codecs: GB of a block's own bytes per second, beside copying them."""
+    layout = PageLayout(30, KV_HEADS, BLOCK_TOKENS, DIM, DIM, "bf16")
+    numbers = torch.randn(layout.block_bytes // 2, generator=torch.Generator().manual_seed(2))
+    block = memoryview(bytearray(numbers.bfloat16().view(torch.uint8).numpy().tobytes()))
+    copy = _timer([lambda: bytearray(block)])
+    for name, codec in (("fp8", Fp8Cold(layout)), ("turboquant4", TurboCold(layout))):
+        encoded, decoded = (
+            memoryview(bytearray(size)) for size in (codec.encoded_bytes, layout.block_bytes)
+        )
+        codec.encode(block, encoded)
+        samples = alternate(
+            {
+                "encode": _timer([partial(codec.encode, block, encoded)]),
+                "decode": _timer([partial(codec.decode, encoded, decoded)]),
+                "copy": copy,
+            },
+            rounds,
+        )
+        rate = {key: layout.block_bytes / median(us) / 1e3 for key, us in samples.items()}
+        for way in ("encode", "decode"):
+            yield Row(f"cold/{name}/{way}", rate[way], "GB/s", rounds, "copy", rate["copy"])
+        yield Row(f"cold/{name}/bytes", codec.encoded_bytes, "bytes", 1, "bf16", layout.block_bytes)
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m kernels.bench", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here too")
+    parser.add_argument("--only", default="", help="attention, step or cold")
     parser.add_argument("--rounds", type=int, default=9, help="samples of each row")
     arguments = parser.parse_args()
     report = Report()
-    for row in (*attention_rows(arguments.rounds), *step_rows(arguments.rounds)):
-        report.add(row)
+    parts = {"attention": attention_rows, "step": step_rows, "cold": cold_rows}
+    for name, measured in parts.items():
+        if arguments.only in ("", name):
+            for row in measured(arguments.rounds):
+                report.add(row)
     report.show(arguments.json)
 
 

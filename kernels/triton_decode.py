@@ -30,7 +30,7 @@ LAUNCH = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
 
 
 @triton.jit
-def _places(
+def places_of(
     table,
     logical,
     base,
@@ -110,7 +110,7 @@ def attend_split(
     total = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
     for base in range(start, tl.minimum(start + SPLIT, end), BLOCK_N):
-        block, offset, seen = _places(
+        block, offset, seen = places_of(
             tables + sequence * table_stride, logical, base, first, end, position,
             BLOCK_TOKENS, BLOCK_N, WINDOW, HAS_KV_POSITIONS,
         )  # fmt: skip
@@ -175,7 +175,7 @@ def reduce_splits(
 
 
 @dataclass(frozen=True)
-class _Plan:
+class SplitPlan:
     """What is constant over a step for one window."""
 
     spans: torch.Tensor  # int32 [S, Hkv, 2]
@@ -186,9 +186,10 @@ class _Plan:
     kv_strides: tuple[int, int]  # of sequence and KV head
 
 
-def _plan(batch: AttentionBatch, kv_heads: int, window: int) -> _Plan:
+def split_plan(batch: AttentionBatch, kv_heads: int, window: int) -> SplitPlan:
+    """The plan of a pure decode `batch`. Kept in batch.plans."""
     key = ("triton", kv_heads, window)
-    found: _Plan | None = batch.plans.get(key)
+    found: SplitPlan | None = batch.plans.get(key)
     if found is not None:
         return found
     sequences = len(batch.lengths_list)
@@ -205,7 +206,7 @@ def _plan(batch: AttentionBatch, kv_heads: int, window: int) -> _Plan:
         first = (batch.positions - (window - 1)).clamp(min=0).to(torch.int32)
         firsts = first.unsqueeze(1).expand_as(ends)
         reach = min(reach, window + SPLIT_KEYS)
-    found = _Plan(
+    found = SplitPlan(
         torch.stack([firsts, ends], 2).contiguous(),
         -(-reach // SPLIT_KEYS),
         kv_positions,
@@ -250,7 +251,7 @@ def decode(
     layout, block_stride = pages.layout, pages.keys.stride(0)
     assert (layout.qk_dim, layout.v_dim) == (spec.qk_dim, spec.v_dim)
     q = q.contiguous()
-    plan = _plan(batch, spec.kv_heads, spec.window)
+    plan = split_plan(batch, spec.kv_heads, spec.window)
     constants = split_constants(spec, batch.block_tokens)
     part_shape = (sequences, spec.query_heads, plan.splits)
     part_out = q.new_empty((*part_shape, spec.v_dim), dtype=torch.float32)

@@ -58,7 +58,7 @@ def _keys_of(
 
 
 @triton.jit
-def _fold(rows, key, value, seen, scale, highest, total, acc, SOFT_CAP: tl.constexpr):
+def fold(rows, key, value, seen, scale, highest, total, acc, SOFT_CAP: tl.constexpr):
     """One step of the online softmax: what a row does not see leaves its three numbers as they
     are, for exp(0) is 1 and exp(-inf) is 0."""
     logits = tl.dot(rows, key, input_precision="ieee") * scale
@@ -135,7 +135,7 @@ def attend_rows(
         key = tl.load(keys + at[:, None] + d_qk, there[:, None] & is_qk, other=0.0)
         at = block * block_stride + (kv_head * BLOCK_TOKENS + offset) * V_DIM
         value = tl.load(values + at[:, None] + d_v, there[:, None] & is_v, other=0.0)
-        highest, total, acc = _fold(
+        highest, total, acc = fold(
             rows, tl.trans(key), value, seen, scale, highest, total, acc, SOFT_CAP
         )
     divisor = tl.where(total > 0, total, 1.0)  # highest is -inf where total is 0

@@ -71,6 +71,7 @@ class ReplicaConfig:
     redis: str = ""  # "" = none
     redis_ttl_s: int = REDIS_TTL_S
     cold_codec: str = "none"  # how blocks are written below the device: as they are
+    kv_codec: str = "model"  # and on it: in the model's dtype (kernels/codecs/names.py)
     namespace: str = "default"
     retention: str = ""  # which tokens stay: a policy, "requests": what they ask for; "" = all stay
     calibration: str = ""  # a file of `banyan calibrate`, for policies that need one

@@ -103,7 +103,12 @@ def up(
     redis: Annotated[
         str, typer.Option(help="KV for all replicas: none, embedded, a URL, or @FILE with one.")
     ] = "none",
-    cold_codec: Annotated[str, typer.Option(help="KV off the device: none or fp8.")] = "none",
+    cold_codec: Annotated[
+        str, typer.Option(help="KV off the device: none, fp8 or turboquant4.")
+    ] = "none",
+    kv_codec: Annotated[
+        str, typer.Option(help="KV on the device: model, fp8 or turboquant:k4v4 (bits of each).")
+    ] = "model",
     retention: Retention = "",
     calibration: Calibration = "",
     api_keys: Annotated[str, typer.Option(help="JSON file of API keys and their tenants.")] = "",
@@ -124,7 +129,7 @@ def up(
         ray_address=ray_address, timeout_s=timeout_s,
         api_keys=read_api_keys(Path(api_keys)) if api_keys else {},
         adapters=tuple(adapter or ()), host_gib=host_gib, nvme=nvme, nvme_gib=nvme_gib,
-        redis="" if redis == "none" else redis, cold_codec=cold_codec,
+        redis="" if redis == "none" else redis, cold_codec=cold_codec, kv_codec=kv_codec,
         retention=retention, calibration=calibration,
     )  # fmt: skip
     clusters.up(spec, json_output=json_output)

@@ -260,6 +260,7 @@ def _orders(launch: _Launch) -> list[dict[str, Any]]:
             nvme_gib=spec.nvme_gib,
             redis=tiers.redis_reference(spec, launch.folder / "run"),
             cold_codec=spec.cold_codec,
+            kv_codec=spec.kv_codec,
             retention=spec.retention,
             calibration=str(Path(spec.calibration).resolve()) if spec.calibration else "",
             namespace=spec.name,

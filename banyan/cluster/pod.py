@@ -50,6 +50,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--redis", default="", help="a URL, or @FILE with one in it")
     parser.add_argument("--namespace", default="default", help="of this cluster in that server")
     parser.add_argument("--cold-codec", default="none")
+    parser.add_argument("--kv-codec", default="model")
     parser.add_argument("--retention", default="")
     parser.add_argument("--calibration", default="", help="a file of `banyan calibrate`")
     return parser.parse_args(arguments)
@@ -79,6 +80,7 @@ def replica_config(options: argparse.Namespace, model: str) -> ReplicaConfig:
         redis=options.redis,
         namespace=options.namespace,
         cold_codec=options.cold_codec,
+        kv_codec=options.kv_codec,
         retention=options.retention,
         calibration=options.calibration,
     )

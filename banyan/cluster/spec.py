@@ -45,6 +45,7 @@ class ClusterSpec:
     nvme_gib: float = 0.0
     redis: str = ""  # "" = none, "embedded" = a server of the cluster's own, a URL, or @FILE
     cold_codec: str = "none"
+    kv_codec: str = "model"
     retention: str = ""  # ReplicaConfig.retention
     calibration: str = ""  # a file; every replica's machine has it there
 

@@ -79,7 +79,7 @@ class LayerCodec:
 
 def _by_kv_head(codec: VectorCodec, rows: torch.Tensor, *, back: bool) -> torch.Tensor:
     """Query heads that share a KV head are turned as that head's vectors are."""
-    grouped = rows.unflatten(1, (codec.heads, -1))
+    grouped = rows.reshape(len(rows), codec.heads, rows.shape[1] // codec.heads, rows.shape[2])
     turned = codec.turn_back(grouped) if back else codec.turn(grouped)
     return turned.flatten(1, 2)
 

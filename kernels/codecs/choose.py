@@ -45,10 +45,10 @@ def make_codec(
         keys: VectorCodec | None = turbo.get(name.key_bits)
         values: VectorCodec | None = turbo.get(name.value_bits)
         if keys is None:
-            keys = Fp8Vectors(dim, fitted and fitted.keys.to(device))
+            keys = Fp8Vectors(dim, fitted.keys.to(device) if fitted else None)
             used += [fitted.keys] if fitted else []
         if values is None:
-            values = Fp8Vectors(dim, fitted and fitted.values.to(device))
+            values = Fp8Vectors(dim, fitted.values.to(device) if fitted else None)
             used += [fitted.values] if fitted else []
         chosen.append(LayerCodec(keys, values))
     return KVCodec(codec_id(name), tuple(chosen), calibration_of(used))

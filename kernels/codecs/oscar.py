@@ -51,7 +51,8 @@ def fit_rotation(moment: torch.Tensor) -> torch.Tensor:
     largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))
     vectors = vectors * torch.where(largest < 0, -1.0, 1.0)
     dim = moment.shape[-1]
-    return (vectors @ sylvester(dim).to(moment.device) / dim**0.5).float()
+    rotation: torch.Tensor = vectors @ sylvester(dim).to(moment.device) / dim**0.5
+    return rotation.float()
 
 
 def fit_layer(queries: torch.Tensor, attended: torch.Tensor, kv_heads: int) -> LayerRotations:
@@ -63,7 +64,8 @@ def fit_layer(queries: torch.Tensor, attended: torch.Tensor, kv_heads: int) -> L
 
     def pooled(rows: torch.Tensor) -> torch.Tensor:
         """[N, Hq, dim] -> [Hkv, N * group, dim]."""
-        return rows.unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(1, 2)
+        grouped = rows.reshape(len(rows), kv_heads, -1, rows.shape[2])
+        return grouped.transpose(0, 1).flatten(1, 2)
 
     return LayerRotations(
         fit_rotation(second_moment(pooled(queries))), fit_rotation(second_moment(pooled(attended)))

@@ -22,7 +22,8 @@ def packed_bytes(count: int, bits: int) -> int:
 def pack(numbers: torch.Tensor, bits: int) -> torch.Tensor:
     """[..., count] whole numbers below 2 ** bits -> uint8 [..., packed_bytes(count, bits)]."""
     count, (run, run_bytes) = numbers.shape[-1], _RUNS[bits]
-    numbers = F.pad(numbers, (0, -count % run)).unflatten(-1, (-1, run))
+    padded = F.pad(numbers, (0, -count % run))
+    numbers = padded.reshape(*padded.shape[:-1], padded.shape[-1] // run, run)
     if run_bytes == 1:
         numbers = numbers.to(torch.uint8)
         packed = numbers[..., 0].clone()
@@ -62,7 +63,8 @@ def _words(packed: torch.Tensor, bits: int) -> torch.Tensor:
     if bits != 3:
         return packed.int()
     missing = -packed.shape[-1] % 3
-    threes = F.pad(packed, (0, missing)).unflatten(-1, (-1, 3)).int()
+    padded = F.pad(packed, (0, missing))
+    threes = padded.reshape(*padded.shape[:-1], padded.shape[-1] // 3, 3).int()
     low = threes[..., 0] | ((threes[..., 1] & 15) << 8)
     high = (threes[..., 1] >> 4) | (threes[..., 2] << 4)
     return torch.stack((low, high), -1).flatten(-2)

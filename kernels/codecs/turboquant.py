@@ -49,7 +49,7 @@ class TurboVectors:
         self._boundaries = torch.tensor(book.boundaries, device=device)
         self._table = run_table(self.centroids, bits)
         self._mixing = mixing(dim, seed).to(device)
-        self.rotation = (self._mixing / dim**0.5).float()  # float32 [dim, dim]
+        self.rotation: torch.Tensor = (self._mixing / dim**0.5).float()  # float32 [dim, dim]
 
     def encode(self, vectors: torch.Tensor) -> torch.Tensor:
         """See VectorCodec. In float64, so that no byte depends on what else is encoded with it.
@@ -70,11 +70,12 @@ class TurboVectors:
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
         """See VectorCodec."""
-        packed, norm = codes.split((self.index_bytes, NORM_BYTES), -1)
+        packed, norm = codes[..., : self.index_bytes], codes[..., self.index_bytes :]
         values = lookup(packed, self.bits, self.dim, self._table)
         length = torch.linalg.vector_norm(values, dim=-1, keepdim=True)
         stored = norm.clone(memory_format=torch.contiguous_format).view(torch.float16).float()
-        return values * (stored / length)
+        found: torch.Tensor = values * (stored / length)
+        return found
 
     def turn(self, vectors: torch.Tensor) -> torch.Tensor:
         """See VectorCodec."""

@@ -66,9 +66,9 @@ class UniformVectors:
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
         """See VectorCodec."""
-        packed, stored = codes.split((self.index_bytes, SCALE_BYTES), -1)
+        packed, stored = codes[..., : self.index_bytes], codes[..., self.index_bytes :]
         halves = stored.clone(memory_format=torch.contiguous_format).view(torch.float16)
-        step, least = halves.float().split(1, -1)
+        step, least = halves[..., :1].float(), halves[..., 1:].float()
         return lookup(packed, self.bits, self.dim, self._table.to(codes.device)) * step + least
 
     def turn(self, vectors: torch.Tensor) -> torch.Tensor:

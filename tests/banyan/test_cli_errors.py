@@ -70,8 +70,14 @@ def sentence(done: subprocess.CompletedProcess[str]) -> str:
         (["--redis", "redis://h:99999"], "error: --redis: the URL's port must be a number from 1"),
         (["--redis", "@/no/such"], "error: The file that holds the shared cache's URL cannot be"),
         (["--redis", "embedded", "--ray-address", "h:1"], "error: --redis embedded serves this"),
-        (["--cold-codec", "zip"], "error: --cold-codec: The cold codec must be none or fp8."),
+        (["--cold-codec", "zip"], "error: --cold-codec: The cold codec must be none, fp8 or"),
         (["--cold-codec", "fp8", "--batch-invariant"], "not with batch-invariant serving."),
+        (
+            ["--kv-codec", "turboquant:k5v4"],
+            "error: --kv-codec: The KV codec must be model, fp8,",
+        ),
+        (["--kv-codec", "fp8", "--batch-invariant"], "not with batch-invariant serving."),
+        (["--kv-codec", "fp8", "--cold-codec", "fp8"], "the cold codec must be none."),
         (["--model", "owner/missing"], "error: owner/missing is neither a folder here nor"),
     ],
 )

@@ -58,8 +58,12 @@ def config(**fields: Any) -> ReplicaConfig:
         ({"redis": DEAD, "namespace": "a:*"}, "With redis namespace must be letters"),
         ({"redis": DEAD, "redis_ttl_s": 0}, "needs redis_ttl_s of at least 1."),
         ({"cache": False}, "and cache is off."),
-        ({"cold_codec": "zip"}, "The cold codec must be none or fp8."),
+        ({"cold_codec": "zip"}, "The cold codec must be none, fp8 or turboquant4."),
         ({"cold_codec": "fp8", "batch_invariant": True}, "not with batch-invariant serving."),
+        ({"cold_codec": "turboquant4", "batch_invariant": True}, "rounds what it stores, so"),
+        ({"kv_codec": "turboquant:k9v9"}, "The KV codec must be model, fp8, or turboquant:kAvB"),
+        ({"kv_codec": "turboquant", "batch_invariant": True}, "not with batch-invariant serving."),
+        ({"kv_codec": "fp8", "cold_codec": "fp8"}, "the cold codec must be none."),
     ],
 )
 def test_a_bad_configuration_is_one_sentence(fields: dict[str, Any], expected: str) -> None:

@@ -8,13 +8,15 @@ residual stream is float32 whatever the weights are: in bfloat16 it alone would 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
 from kernels.attention import AttentionBackend, AttentionBatch, AttentionSpec, PageLoader
 from kernels.batch import build_batch
+from kernels.codecs.base import KVCodec
+from kernels.codecs.pages import CodecAttention, CodecLayout
 from kernels.layout import PageLayout
 from kvstore.groups import GroupKind, KVGroup, Representation
 from worker.engine.plan import StepPlan
@@ -55,6 +57,18 @@ def page_layouts(
             dtype=FLOATS[dtype],
         )
         made.append((KVGroup(number, kind, layers, layout.block_bytes, window), layout))
+    return tuple(made)
+
+
+def coded_layouts(
+    config: ModelConfig, block_tokens: int, dtype: torch.dtype, codec: KVCodec
+) -> tuple[tuple[KVGroup, CodecLayout], ...]:
+    """The groups of a model whose blocks hold codes; smaller ones than `page_layouts` says."""
+    made = []
+    for group, _ in page_layouts(config, block_tokens, dtype):
+        layers = tuple(codec.layers[number] for number in group.layers)
+        layout = CodecLayout(layers, config.kv_heads, block_tokens)
+        made.append((replace(group, block_bytes=layout.block_bytes), layout))
     return tuple(made)
 
 
@@ -125,11 +139,11 @@ class LlamaModel(PooledModel):
         self._embedding, self._norm = weights.embedding, weights.norm
         self._head = arithmetic.linear(weights.head, None)
         self._norm_rows = arithmetic.norm
-        self._backend = backend
+        self._backend: AttentionBackend = backend
         self._adapters = tuple(adapters)
         self._device, dtype = weights.embedding.device, weights.embedding.dtype
         grouped = page_layouts(config, block_tokens, dtype)
-        self._layouts = tuple(layout for _, layout in grouped)
+        self._layouts: tuple[PageLayout | CodecLayout, ...] = tuple(page for _, page in grouped)
         self._layers = _place_layers(config, weights, [group for group, _ in grouped], arithmetic)
         ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
         self._ropes = [build_table(r, config.head_dim, context_tokens, self._device) for r in ropes]
@@ -145,7 +159,7 @@ class LlamaModel(PooledModel):
             eos_token_ids=config.eos_token_ids,
             block_tokens=block_tokens,
             groups=tuple(group for group, _ in grouped),
-            layouts=self._layouts,
+            layouts=tuple(layout for _, layout in grouped),
             representation=Representation(dtype=FLOATS[dtype]),
             numeric_class=numeric_class(
                 self._device,
@@ -155,6 +169,29 @@ class LlamaModel(PooledModel):
                 arithmetic.numerics,
             ),
             adapters=tuple(AdapterSpec(a.name, a.fingerprint) for a in self._adapters),
+        )
+
+    def recode(self, codec: KVCodec) -> None:
+        """Store keys and values in `codec` from now on; once. Pools are dropped: allocate again.
+
+        They are encoded as they are written, and a step attends to what the codes stand for, its
+        own tokens too: where a prompt was cut, or whether its beginning was cached, changes nothing
+        of what is attended to. Representation and numeric class name the codec.
+        """
+        assert "-invariant-" not in self._spec.numeric_class
+        assert not isinstance(self._backend, CodecAttention), "once"
+        dtype = self._embedding.dtype
+        grouped = coded_layouts(self._config, self._spec.block_tokens, dtype, codec)
+        groups = tuple(group for group, _ in grouped)
+        self._layouts = tuple(layout for _, layout in grouped)
+        self._backend = CodecAttention(self._backend)
+        self._pools, self._pages = BlockPools(groups, self._device), []
+        self._spec = replace(
+            self._spec,
+            groups=groups,
+            layouts=(),
+            representation=Representation(FLOATS[dtype], codec.id, codec.calibration),
+            numeric_class=f"{self._spec.numeric_class}-kv-{codec.id}{codec.calibration}",
         )
 
     def allocate(self, blocks: tuple[int, ...]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from kernels.codecs.names import MODEL
 from kvstore.groups import GroupKind, KVGroup
 from seams.errors import ModelLoadError, OutOfBlocks
 from worker.config import ReplicaConfig
@@ -41,6 +42,7 @@ def load_model(config: ReplicaConfig, progress: Progress | None = None) -> Model
     if config.threads > 0:
         torch.set_num_threads(config.threads)
     if config.model.startswith(FAKE):
+        _refuse_codec(config, "A fake model")
         return _load_fake(config)
     device = choose_device(config.device)
     try:
@@ -51,6 +53,7 @@ def load_model(config: ReplicaConfig, progress: Progress | None = None) -> Model
         from worker.models.adapter_load import load_adapted
 
         refuse_variant(config, "it is computed through transformers.")
+        _refuse_codec(config, "A model computed through transformers")
         if config.adapters:
             message = "Adapters of models computed through transformers are not served."
             raise ModelLoadError(message) from None
@@ -140,6 +143,11 @@ def choose_dtype(name: str, source: TensorSource, device: torch.device) -> torch
         if name == known:
             return dtype
     raise ModelLoadError("The dtype must be auto, bf16, fp16 or fp32.")
+
+
+def _refuse_codec(config: ReplicaConfig, what: str) -> None:
+    if config.kv_codec != MODEL:
+        raise ModelLoadError(f"{what} keeps keys and values as it computes them: no KV codec.")
 
 
 def _load_fake(config: ReplicaConfig) -> Model:

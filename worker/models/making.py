@@ -9,10 +9,13 @@ from collections.abc import Sequence
 import torch
 
 from kernels.backends import backend_for
+from kernels.codecs.choose import make_codec
+from kernels.codecs.names import MODEL, parse_codec
 from kernels.native.build import NativeUnavailable, load_library
 from seams.errors import ModelLoadError
 from worker.config import ReplicaConfig
 from worker.models.base import Model
+from worker.models.calibrating import fp8_scales
 from worker.models.compiled import CompiledModel, decoder_shape
 from worker.models.config import ModelConfig
 from worker.models.invariant import VARIANT, invariant, serves_invariant
@@ -47,6 +50,8 @@ def compiled_dtype(
         return None  # an unknown name: refused where dtypes are chosen
     if config.adapters:
         reason = "The compiled path computes no adapters."
+    elif config.kv_codec != MODEL:
+        reason = "The compiled path keeps keys and values in the model's dtype."
     else:
         reason = _unavailable(parsed, dtype, device, config.block_tokens)
     if not reason:
@@ -65,9 +70,12 @@ def refuse_variant(config: ReplicaConfig, reason: str, device: torch.device | No
     if not config.batch_invariant:
         return
     if device is not None and serves_invariant(device):
-        if not config.adapters:
+        if config.kv_codec != MODEL:
+            reason = "codecs of keys and values are computed by torch."
+        elif config.adapters:
+            reason = "adapters are computed by torch."
+        else:
             return
-        reason = "adapters are computed by torch."
     raise ModelLoadError(f"No batch-invariant path serves this model here: {reason}")
 
 
@@ -102,7 +110,7 @@ def make_model(
         arithmetic, backend = VARIANT, backend_for(weights.embedding.device)
         if config.batch_invariant:
             arithmetic, backend = invariant()
-        return LlamaModel(
+        model = LlamaModel(
             parsed,
             weights,
             backend,
@@ -113,7 +121,9 @@ def make_model(
             adapters=adapters,
             arithmetic=arithmetic,
         )
-    assert not adapters
+        _recode(model, config.kv_codec, parsed, weights)
+        return model
+    assert not adapters and config.kv_codec == MODEL
     try:
         return CompiledModel(
             parsed,
@@ -126,3 +136,15 @@ def make_model(
         )
     except MemoryError:
         raise ModelLoadError("The device has no memory left for the model's weights.") from None
+
+
+def _recode(model: LlamaModel, kv_codec: str, parsed: ModelConfig, weights: Weights) -> None:
+    """Put the model's keys and values into the codec that was asked for, if that is one."""
+    name = parse_codec(kv_codec)
+    if name is None:
+        raise ModelLoadError("The KV codec must be model, fp8 or turboquant:kAvB.")
+    scales = fp8_scales(model) if name.has_fp8 else None
+    dtype, device = weights.embedding.dtype, weights.embedding.device
+    codec = make_codec(name, parsed.layers, parsed.head_dim, dtype, device, scales)
+    if codec is not None:
+        model.recode(codec)

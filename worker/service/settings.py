@@ -10,12 +10,13 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from kernels.codecs.names import MODEL, parse_codec
 from seams.errors import InvalidRequest
 from worker.config import ReplicaConfig
 from worker.engine.retention.options import POLICIES, Options
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-COLD_CODECS = ("none", "fp8")
+COLD_CODECS = ("none", "fp8", "turboquant4")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # of a folder, a Redis key, an ACL
 _EVERY_INTERFACE = ("0.0.0.0", "[::]", "::", "*", "")
 
@@ -83,12 +84,34 @@ def _check_tiers(config: ReplicaConfig) -> None:
     if (config.host_gib or config.nvme or config.redis) and not config.cache:
         raise InvalidRequest("Tiers keep what leaves the prefix cache, and cache is off.")
     check_cold_codec(config.cold_codec, batch_invariant=config.batch_invariant)
+    check_kv_codec(config.kv_codec, config.cold_codec, batch_invariant=config.batch_invariant)
+
+
+def check_kv_codec(codec: str, cold_codec: str, *, batch_invariant: bool) -> None:
+    """Raise InvalidRequest for a way to keep blocks on the device that is not to be had."""
+    if parse_codec(codec) is None:
+        raise InvalidRequest(
+            "The KV codec must be model, fp8, or turboquant:kAvB (keys of 1, 2, 3, 4 or 8 bits, "
+            "values of 1 to 4), which may be followed by ,boundary=N."
+        )
+    if codec == MODEL:
+        return
+    if batch_invariant:
+        raise InvalidRequest(
+            f"The KV codec {codec} is computed by torch, whose batches can change a bit of an "
+            "answer: not with batch-invariant serving."
+        )
+    if cold_codec != "none":
+        raise InvalidRequest(
+            f"With the KV codec {codec} blocks go to the tiers as they are: the cold codec must be "
+            "none."
+        )
 
 
 def check_cold_codec(codec: str, *, batch_invariant: bool) -> None:
     """Raise InvalidRequest for a way to write cold blocks that is not to be had."""
     if codec not in COLD_CODECS:
-        raise InvalidRequest("The cold codec must be none or fp8.")
+        raise InvalidRequest("The cold codec must be none, fp8 or turboquant4.")
     if codec != "none" and batch_invariant:
         raise InvalidRequest(
             f"The cold codec {codec} rounds what it stores, so a block that comes back changes "

@@ -15,8 +15,10 @@ from pathlib import Path
 import torch
 
 from banyan.v1 import common_pb2, internal_pb2
+from kernels.codecs.cold import TurboCold
 from kernels.cold import ColdCodec, Fp8Cold
 from kvstore.fetch import LEVELS
+from kvstore.groups import Representation
 from kvstore.tiered import TieredStore
 from kvstore.tiers.base import BlockName, TierStats
 from kvstore.tiers.host import HostTier
@@ -30,6 +32,7 @@ from worker.models.base import ModelSpec
 from worker.models.memory import available_bytes
 
 GIB = 1 << 30
+TURBOQUANT4 = "turboquant4"
 STAGING_GIB = 0.25  # host memory through which lower tiers are reached where none was asked for
 DISK_THREADS = 2
 SHARED_THREADS = 2
@@ -80,10 +83,12 @@ def cold_codecs(config: ReplicaConfig, spec: ModelSpec) -> dict[int, ColdCodec]:
             f"The cold codec {config.cold_codec} rounds, and this replica computes exactly: "
             "--compute torch does not."
         )
-    if not spec.layouts:
+    vectors = config.cold_codec == TURBOQUANT4  # it must find them; FP8 takes a head's page as one
+    if not spec.layouts or (vectors and spec.representation.layout != Representation.layout):
         raise LaunchError(f"The cold codec {config.cold_codec} cannot read this model's blocks.")
     return {
-        group.id: Fp8Cold(layout) for group, layout in zip(spec.groups, spec.layouts, strict=True)
+        group.id: TurboCold(layout) if vectors else Fp8Cold(layout)
+        for group, layout in zip(spec.groups, spec.layouts, strict=True)
     }
 
 
