@@ -58,6 +58,13 @@ def schema_of(name: str, field: Field) -> Schema:
         schema["exclusiveMinimum"] = 0
     if field.kind is fields.top_k:
         del schema["minimum"]
+    if name == "cache_salt":
+        schema["minLength"] = 1
+    return {"const": True} if name == "add_special_tokens" else schema
+
+
+def _or_null(schema: Schema) -> Schema:
+    """Null is as good as absent."""
     return {"anyOf": [*schema.pop("anyOf", [schema]), {"type": "null"}]}
 
 
@@ -77,8 +84,8 @@ def _bounds(schema: Schema, limit: Limit) -> Schema:
 
 
 def _body(table: Mapping[str, Field], own: Schema, required: list[str]) -> Schema:
-    """A JSON object of a table's fields; what else it names is ignored."""
-    properties = {name: schema_of(name, field) for name, field in table.items()}
+    """A JSON object of a table's fields, `own` over them; what else it names is ignored."""
+    properties = {name: _or_null(schema_of(name, field)) for name, field in table.items()}
     return {"type": "object", "properties": properties | own, "required": required}
 
 
@@ -112,6 +119,15 @@ def _prompt() -> Schema:
     return {"anyOf": [text, TOKENS, *lists]}
 
 
+def _tokenize(messages: Schema) -> Schema:
+    """Either a prompt or messages."""
+    one = [
+        {"properties": {name: {"type": kind}}, "required": [name]}
+        for name, kind in (("prompt", "string"), ("messages", "array"))
+    ]
+    return _body(fields.TOKENIZE, {"messages": _or_null(messages)}, []) | {"oneOf": one}
+
+
 def _schemas() -> dict[str, Schema]:
     messages: Schema = {
         "type": "array",
@@ -119,6 +135,7 @@ def _schemas() -> dict[str, Schema]:
         "minItems": 1,
         "maxItems": LIMITS["OpenAI.messages"].size_max,
     }
+    tokens = schema_of("tokens", fields.DETOKENIZE["tokens"])
     error: Schema = {
         "type": "object",
         "properties": {
@@ -134,8 +151,8 @@ def _schemas() -> dict[str, Schema]:
         "Message": _message(),
         "Chat": _body(fields.CHAT, {"messages": messages}, ["messages"]),
         "Completion": _body(fields.COMPLETION, {"prompt": _prompt()}, ["prompt"]),
-        "Tokenize": _body(fields.TOKENIZE, {"messages": messages}, []),
-        "Detokenize": _body(fields.DETOKENIZE, {}, ["tokens"]),
+        "Tokenize": _tokenize(messages),
+        "Detokenize": _body(fields.DETOKENIZE, {"tokens": tokens}, ["tokens"]),
         "Error": {"type": "object", "properties": {"error": error}, "required": ["error"]},
     }
 

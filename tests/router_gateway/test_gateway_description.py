@@ -20,7 +20,7 @@ BASES: dict[str, dict[str, Any]] = {
     # with what other fields need
     "Chat": {"messages": MESSAGES, "logprobs": True, "stream": True},
     "Completion": {"prompt": "hi", "stream": True},
-    "Tokenize": {},
+    "Tokenize": {"prompt": "hi"},
     "Detokenize": {"tokens": [1]},
 }
 TABLES = {
@@ -30,7 +30,7 @@ TABLES = {
     "Detokenize": fields.DETOKENIZE,
 }
 # What a schema cannot say, or says of characters where we count bytes.
-UNSAID = {"cache_salt", "add_special_tokens", "stream", "logprobs", "prompt", "messages", "tokens"}
+UNSAID = {"stream", "logprobs", "prompt", "messages", "tokens"}
 FIELDS = [(n, f) for n, table in TABLES.items() for f in table if f not in UNSAID]
 
 edges = st.sampled_from(
@@ -63,8 +63,10 @@ def served(name: str, body: dict[str, Any]) -> bool:
             requests.chat(body, {})
         elif name == "Completion":
             requests.completion(body, {})
+        elif name == "Tokenize":
+            requests.tokenization(body)
         else:
-            fields.read(body, TABLES[name])
+            return "tokens" in fields.read(body, TABLES[name])
     except Problem:
         return False
     return True
@@ -96,6 +98,14 @@ def test_a_field_is_valid_exactly_if_it_is_served(name: str, field: str, value: 
         ("Completion", {"prompt": [[1], [2]]}),
         ("Completion", {"prompt": [[1], "a"]}),
         ("Completion", {"prompt": ["a"] * 65}),
+        ("Tokenize", {}),
+        ("Tokenize", {"prompt": "hi", "messages": MESSAGES}),
+        ("Tokenize", {"prompt": "hi", "messages": None}),
+        ("Tokenize", {"prompt": None, "messages": MESSAGES}),
+        ("Tokenize", {"messages": None}),
+        ("Detokenize", {"tokens": None}),
+        ("Detokenize", {"tokens": []}),
+        ("Detokenize", {"tokens": ["a"]}),
     ],
 )
 def test_prompts(name: str, body: dict[str, Any]) -> None:
