@@ -162,7 +162,7 @@ class Log:
 
 
 def _rounded(record: Record) -> Record:
-    """As the file has it, so that figures of a run and of its file are the same."""
+    """To microseconds: in the run as in its file, whose figures are then the same."""
     fields = {name: getattr(record, name) for name in Record.__dataclass_fields__}
     fields["chunks_s"] = tuple(round(at_s, _DIGITS) for at_s in record.chunks_s)
     for name in ("intended_s", "sent_s", "end_s"):

@@ -52,6 +52,8 @@ def test_a_file_gives_the_same_report_as_the_run(measured_run: tuple[Run, Path])
     run, folder = measured_run
     again = read_run(folder / RECORDS)
     assert again.records == run.records and again.stages == run.stages
+    times_s = [at_s for r in run.records for at_s in (*r.chunks_s, r.intended_s, r.end_s)]
+    assert all(at_s == round(at_s, 6) for at_s in times_s)  # microseconds: the file stays small
     written = json.loads((folder / "report.json").read_text())
     assert written == json.loads(json.dumps(as_json(again)))
     assert (folder / "report.html").read_text() == page(again)
