@@ -8,7 +8,8 @@ is block * block_tokens + offset, as in a StepPlan.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,22 @@ MOVED_BYTES_MAX = 32 << 20  # copied aside at once
 
 _Rows = tuple[Any, Any]  # layer and KV head of each slot, or slices
 _EVERY: _Rows = (slice(None), slice(None))
+
+
+class SlotMover(Protocol):
+    """The token slots of one group's pool."""
+
+    def move(self, sources: Longs, targets: Longs, rows: Longs | None = None) -> None:
+        """Copy slots, int64 [n] each. No target may be a source: nobody promises an order.
+
+        With `rows` [n], layer * kv_heads + head, only that layer's head of each slot is copied.
+        """
+        ...
+
+    def keys(self, slots: Longs) -> torch.Tensor:
+        """Copies of the keys in `slots` [n]: float32 [layers, kv_heads, n, qk_dim], on the pool's
+        device, rotated as they are stored."""
+        ...
 
 
 class Slots:
@@ -49,10 +66,7 @@ class Slots:
             self._values = values.view(*shape, tokens, layout.v_dim)
 
     def move(self, sources: Longs, targets: Longs, rows: Longs | None = None) -> None:
-        """Copy slots, int64 [n] each. No target may be a source: nobody promises an order.
-
-        With `rows` [n], layer * kv_heads + head, only that layer's head of each slot is copied.
-        """
+        """As SlotMover.move."""
         assert len(sources) == len(targets) and (rows is None or len(rows) == len(sources))
         layout = self._layout
         slot_bytes = layout.block_bytes // layout.block_tokens
@@ -65,8 +79,7 @@ class Slots:
             self._move(self._index(sources[part]), self._index(targets[part]), heads)
 
     def keys(self, slots: Longs) -> torch.Tensor:
-        """Copies of the keys in `slots` [n]: float32 [layers, kv_heads, n, qk_dim], on the pool's
-        device, rotated as they are stored."""
+        """As SlotMover.keys."""
         found: torch.Tensor = self._keys[self._key_place(self._index(slots), _EVERY)]
         if self._step:
             found = found.flatten(3)  # [n, layers, heads, dim/STEP, STEP]
@@ -98,3 +111,41 @@ class Slots:
 
     def _index(self, values: Longs) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(self._device)
+
+
+class CodedSlots:
+    """Slots of pages that hold codes, which are copied as they are: a code depends on its own token
+    alone. `layers` are views [blocks, kv_heads, block_tokens, bytes or numbers] of keys and values.
+    """
+
+    def __init__(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._layers = list(layers)
+        keys = self._layers[0][0]
+        self._heads, self._tokens = keys.shape[1:3]
+
+    def move(self, sources: Longs, targets: Longs, rows: Longs | None = None) -> None:
+        """As SlotMover.move."""
+        for number, layer in enumerate(self._layers):
+            if rows is None:
+                self._move(layer, sources, targets, slice(None))
+                continue
+            mine = rows // self._heads == number
+            heads = self._index(rows[mine] % self._heads)
+            self._move(layer, sources[mine], targets[mine], heads)
+
+    def _move(
+        self, layer: tuple[torch.Tensor, torch.Tensor], sources: Longs, targets: Longs, heads: Any
+    ) -> None:
+        (block, offset), (to_block, to_offset) = self._places(sources), self._places(targets)
+        for part in layer:
+            part[to_block, heads, to_offset] = part[block, heads, offset]
+
+    def _places(self, slots: Longs) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._index(slots // self._tokens), self._index(slots % self._tokens)
+
+    def _index(self, values: Longs) -> torch.Tensor:
+        return torch.from_numpy(values).to(self._layers[0][0].device)
+
+    def keys(self, slots: Longs) -> torch.Tensor:
+        """Not to be had: what a code stands for is its codec's to say."""
+        raise NotImplementedError("Keys in a codec are not read.")

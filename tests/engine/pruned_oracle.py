@@ -66,7 +66,15 @@ class PrunedOracle:
     def _prune(self) -> None:
         retained, size = self._retained, self._model.spec.block_tokens
         positions = retained.positions_of(self.computed, len(self._kv[0]))
-        view = PageView(size, retained.fixed, retained.kept, self.computed, positions, no_keys)  # type: ignore[arg-type]
+        view = PageView(
+            size,
+            retained.fixed,
+            retained.kept,
+            self.computed,
+            positions,
+            no_keys,
+            no_keys,  # type: ignore[arg-type]
+        )
         packing = pack(self._policy.select(view), retained.fixed, size)
         at = [int(page) * size + offset for page in packing.order for offset in range(size)]
         for source, target in zip(packing.sources, packing.targets, strict=True):

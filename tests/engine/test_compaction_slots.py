@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kernels.layout import DTYPES, PageLayout
-from kernels.slots import Slots
+from kernels.slots import CodedSlots, Slots
 
 BLOCKS = 5
 LAYOUTS = [
@@ -101,3 +101,17 @@ def test_many_moves_are_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     after = dense(layout, numbers, True)
     for old, new in zip(before, after, strict=True):
         assert torch.equal(old[:, :, sources], new[:, :, targets])
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+def test_codes_are_moved_as_they_are(by_head: bool) -> None:
+    """Layer by layer, as pages of codes have it: the same as all layers at once."""
+    layout = PageLayout(3, 2, 4, 8, 24, "fp16")
+    (pool, numbers), (other, others) = numbered(layout), numbered(layout)
+    chance = np.random.default_rng(4)
+    chosen = chance.permutation(BLOCKS * 4)
+    rows = chance.integers(0, 6, 8) if by_head else None
+    pages = layout.pages(pool)
+    CodedSlots([(page.keys, page.values) for page in pages]).move(chosen[:8], chosen[8:16], rows)
+    Slots(layout, other).move(chosen[:8], chosen[8:16], rows)
+    assert torch.equal(numbers, others)

@@ -1,12 +1,20 @@
 """TriAttention's score in every form that the paper has, held together in float64."""
 
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from random_decoders import config_of, in_torch, random_weights, token_ids
 
+from seams.errors import InvalidRequest, LaunchError
+from worker.calibration.capture import capture
+from worker.calibration.statistics import Statistics
+from worker.engine.plan import StepPlan
 from worker.engine.retention.base import PageView, Quota
+from worker.engine.retention.policies import Policies
 from worker.engine.retention.selection import choose, standardised, united
 from worker.engine.retention.triattention import OFFSETS, Centres, TriAttention, mean_phases
 
@@ -100,7 +108,7 @@ def test_concentrated_queries_are_foretold() -> None:
 
 def view(scores: torch.Tensor, fixed: int, kept: int, stored: int, size: int = 4) -> PageView:
     positions = np.arange(stored, dtype=np.int32)[None]
-    return PageView(size, fixed, kept, stored, positions, lambda: scores)
+    return PageView(size, fixed, kept, stored, positions, lambda: scores, lambda count: scores)
 
 
 def policy(per_head: bool, band: float = 0.0, window: int = 4) -> TriAttention:
@@ -151,3 +159,69 @@ def test_near_equals_stay_where_pages_are_full() -> None:
     plain = np.nonzero(choose(scores, forced, 5, 4, 0.0)[0])[0].tolist()
     aware = np.nonzero(choose(scores, forced, 5, 4, 0.1)[0])[0].tolist()
     assert plain == [4, 5, 8, 9, 10] and aware == [4, 8, 9, 10, 11]
+
+
+def statistics(fingerprint: str = "model") -> Statistics:
+    config = config_of("qwen3")
+    model = in_torch(config, random_weights(config, torch.float32))
+    found = capture(model, config, token_ids(300, config.vocab_tokens))
+    return replace(found, fingerprint=fingerprint)
+
+
+def test_statistics_are_those_of_the_queries() -> None:
+    """Taken again by hand, from what a model tells: after its norm, before RoPE, all but the first
+    few rows."""
+    config = config_of("qwen3")
+    model = in_torch(config, random_weights(config, torch.float32))
+    rows: list[torch.Tensor] = []
+    ids = token_ids(300, config.vocab_tokens)
+    model.allocate((19,))
+    model.tap = lambda layer, before, query, out: rows.append(before.double())
+    places = range(300)
+    model.execute(
+        StepPlan.of_lists(1, ids, places, [0, 300], [300], [[range(19)]], [places], [], [])
+    )
+    found = statistics()
+    for layer, before in enumerate(rows):
+        real, imaginary = before[6:].chunk(2, dim=-1)
+        assert (found.query_mean[layer, :, 0] - real.mean(0)).abs().max() < 1e-5
+        assert (found.query_mean[layer, :, 1] - imaginary.mean(0)).abs().max() < 1e-5
+        size = torch.complex(real, imaginary).abs().mean(0)
+        assert (found.query_size[layer] - size).abs().max() < 1e-5
+    for rotation in (found.key_rotation, found.value_rotation):
+        identity = rotation @ rotation.transpose(-1, -2)
+        assert (identity - torch.eye(config.head_dim)).abs().max() < 1e-5
+
+
+def test_a_calibration_is_a_file_of_one_model(tmp_path: Path) -> None:
+    given, path = statistics(), tmp_path / "c"
+    given.save(path)
+    read = Statistics.load(path, "model")
+    assert read.hash == given.hash and read.tokens == 300
+    assert torch.equal(read.query_mean, given.query_mean)
+    changed = replace(given, query_mean=given.query_mean + 1e-3)
+    assert changed.hash != given.hash
+    with pytest.raises(LaunchError, match="is of another model"):
+        Statistics.load(path, "other")
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(LaunchError, match="cannot be read"):
+        Statistics.load(path, "model")
+    with pytest.raises(LaunchError, match="cannot be written"):
+        given.save(tmp_path / "nowhere" / "c")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("triattention:window=64,budget=64", "triattention's window is smaller than its budget"),
+        ("triattention:select=layer", "triattention's select is one of union, head"),
+        ("triattention:band=much", "triattention's band is a number from 0 to 10"),
+    ],
+)
+def test_options_that_cannot_be(text: str, sentence: str) -> None:
+    config = config_of("qwen3")
+    spec = in_torch(config, random_weights(config, torch.float32)).spec
+    with pytest.raises(InvalidRequest, match=sentence):
+        Policies(spec, statistics=statistics()).make(text)
+    with pytest.raises(InvalidRequest, match="needs the replica's calibration file"):
+        Policies(spec).make(text)

@@ -8,10 +8,12 @@ import logging
 from collections.abc import Iterable
 
 import numpy as np
+import torch
 
 from kernels.slots import Longs
 from worker.engine.compaction import Compactor
 from worker.engine.paging import PagedMemory
+from worker.engine.plan import StepPlan
 from worker.engine.request import Sequence
 from worker.engine.retention.base import Mask, PageView, Retained
 from worker.models.base import Model
@@ -90,10 +92,27 @@ class Pruner:
             computed=sequence.computed,
             positions=retained.positions_of(sequence.computed, sequence.stored),
             keys=lambda: self._model.read_keys(0, self._slots(sequence, retained.fixed)),
+            queries=lambda count: self._queries(sequence, count),
         )
         kept = retained.policy.select(view)
         assert (kept.sum(axis=1) == retained.kept).all() and kept[:, : retained.fixed].all()
         return kept
+
+    def _queries(self, sequence: Sequence, count: int) -> torch.Tensor:
+        """Of the newest tokens, which lie in the last slots, computed once more for it."""
+        computed, stored = sequence.computed, sequence.stored
+        slots = self._slots(sequence, stored - count).tolist()
+        plan = StepPlan.of_lists(
+            step=0,
+            token_ids=sequence.tokens[computed - count : computed],
+            positions=range(computed - count, computed),
+            starts=[0, count],
+            lengths=[stored],
+            tables=[[sequence.tables[0]]],
+            slots=[slots],
+            adapters=(sequence.request.spec.adapter,) if sequence.request.spec.adapter else (),
+        )
+        return self._model.read_queries(plan)
 
     def _slots(self, sequence: Sequence, first: int) -> Longs:
         """Slots of group 0, from the sequence's `first` on."""

@@ -36,6 +36,7 @@ class ModelSpec:
     numeric_class: str  # replicas of one class give the same tokens
     adapters: tuple[AdapterSpec, ...] = ()
     layouts: tuple[PageLayout, ...] = ()  # of each group's blocks; none: bytes nobody may look into
+    reads_queries: bool = False  # whether the model has `read_queries`
 
 
 class Model(Protocol):
@@ -73,6 +74,11 @@ class Model(Protocol):
     def read_keys(self, group: int, slots: Longs) -> torch.Tensor:
         """Copies of the keys in these slots, as stored: float32 [layers of the group, KV heads, n,
         dim]. Only of a model with `layouts`."""
+        ...
+
+    def read_queries(self, plan: StepPlan) -> torch.Tensor:
+        """Compute a step again that was computed before, and tell its queries: float32 [layers,
+        query heads, N, dim], after RoPE, scaled. Only of a model whose spec says reads_queries."""
         ...
 
     def read_block(self, group: int, block: int, rank: int = 0) -> bytes:

@@ -213,6 +213,10 @@ class FakeModel:
         """It has no keys."""
         raise NotImplementedError("A fake model has no keys.")
 
+    def read_queries(self, plan: StepPlan) -> torch.Tensor:
+        """It has no queries."""
+        raise NotImplementedError("A fake model has no queries.")
+
     def read_block(self, group: int, block: int, rank: int = 0) -> bytes:
         """The block's bytes as they lie in the pool."""
         return self._pools[group].ranks[rank][block].numpy().tobytes()

@@ -18,6 +18,7 @@ from kernels.batch import build_batch
 from kernels.codecs.base import KVCodec
 from kernels.codecs.pages import CodecAttention, CodecLayout
 from kernels.layout import PageLayout
+from kernels.slots import CodedSlots, SlotMover
 from kvstore.groups import GroupKind, KVGroup, Representation
 from worker.engine.plan import StepPlan
 from worker.models.base import AdapterSpec, ModelSpec
@@ -169,6 +170,7 @@ class LlamaModel(PooledModel):
                 arithmetic.numerics,
             ),
             adapters=tuple(AdapterSpec(a.name, a.fingerprint) for a in self._adapters),
+            reads_queries=True,
         )
 
     def recode(self, codec: KVCodec) -> None:
@@ -229,6 +231,26 @@ class LlamaModel(PooledModel):
             self._attend(layer, hidden, angles[layer.rope], batches[layer.group], groups)
             self._feed_forward(layer, hidden, groups)
         return self._logits(hidden, [sample.row for sample in plan.samples])
+
+    def _make_slots(self) -> list[SlotMover]:
+        if self._spec.layouts:
+            return super()._make_slots()
+        pools = zip(self._layouts, self._pools.pools, strict=True)
+        return [
+            CodedSlots([(page.keys, page.values) for page in layout.pages(pool)])
+            for layout, pool in pools
+        ]
+
+    def read_queries(self, plan: StepPlan) -> torch.Tensor:
+        """See Model.read_queries; writes the step's keys and values again, off by a rounding where
+        the numeric class is variant."""
+        found: list[torch.Tensor] = []
+        before, self.tap = self.tap, lambda layer, early, query, out: found.append(query)
+        try:
+            self.execute(plan)
+        finally:
+            self.tap = before
+        return torch.stack(found).transpose(1, 2).float() * self._config.attention_scale
 
     def _attend(
         self,

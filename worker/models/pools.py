@@ -8,10 +8,10 @@ from functools import cached_property
 import torch
 
 from kernels.native.decoder import PAGE_LAYOUT
-from kernels.slots import Longs, Slots
+from kernels.slots import Longs, SlotMover, Slots
 from kvstore.groups import KVGroup
 from seams.errors import OutOfBlocks
-from worker.engine.plan import BlockCopy
+from worker.engine.plan import BlockCopy, StepPlan
 from worker.models.base import ModelSpec
 from worker.models.memory import available_bytes
 
@@ -89,7 +89,11 @@ class PooledModel:
         return self._spec
 
     @cached_property
-    def _slots(self) -> list[Slots]:
+    def _slots(self) -> list[SlotMover]:
+        return self._make_slots()
+
+    def _make_slots(self) -> list[SlotMover]:
+        """Of every group, once the pools are there."""
         paired = self._spec.representation.layout == PAGE_LAYOUT
         pools = zip(self._spec.layouts, self._pools.pools, strict=True)
         return [Slots(layout, pool, paired=paired) for layout, pool in pools]
@@ -103,6 +107,10 @@ class PooledModel:
     def read_keys(self, group: int, slots: Longs) -> torch.Tensor:
         """The keys in these slots, float32 [layers, KV heads, n, dim]."""
         return self._slots[group].keys(slots)
+
+    def read_queries(self, plan: StepPlan) -> torch.Tensor:
+        """Not to be had unless a model overrides it."""
+        raise NotImplementedError("This model does not tell its queries.")
 
     def read_block(self, group: int, block: int, rank: int = 0) -> bytes:
         """The block's bytes as they lie in the pool."""

@@ -65,6 +65,8 @@ class PageView:
     computed: int  # logical length
     positions: Ints  # [R, n] logical position of the token in each slot
     keys: Callable[[], torch.Tensor]  # float32 [layers, KV heads, n - fixed, dim], as stored
+    # Of the newest w tokens, rotated and scaled: float32 [layers, query heads, w, dim].
+    queries: Callable[[int], torch.Tensor]
 
     @property
     def stored(self) -> int:

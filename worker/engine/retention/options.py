@@ -7,7 +7,7 @@ from seams.errors import InvalidRequest
 
 NONE = "none"  # no policy
 REQUESTS = "requests"  # none but what requests ask for
-POLICIES = (NONE, REQUESTS, "streaming", "triattention")
+POLICIES = (NONE, REQUESTS, "streaming", "triattention", "snapkv")
 
 TEXT_BYTES_MAX = 256
 COUNT_MAX = 1 << 20

@@ -8,12 +8,14 @@ from seams.errors import InvalidRequest, LaunchError
 from worker.calibration.statistics import Statistics
 from worker.engine.retention.base import Quota, RetentionPolicy
 from worker.engine.retention.options import NONE, REQUESTS, Options
+from worker.engine.retention.snapkv import SnapKV
 from worker.engine.retention.streaming import Streaming
 from worker.engine.retention.triattention import Centres, TriAttention
 from worker.models.base import ModelSpec
 
 WINDOW_TOKENS, INTERVAL_TOKENS = 1024, 128
 BUDGET_TOKENS, PROTECTED_TOKENS, BAND = 2048, 128, 0.0
+SNAP_TOKENS, KERNEL_TOKENS = 32, 7
 
 
 class Policies:
@@ -30,8 +32,10 @@ class Policies:
         self._block_tokens = spec.block_tokens
         self._statistics = statistics
         self._centres = Centres.of(statistics) if statistics else None
+        self._watched = spec.reads_queries
         self._readable = len(spec.layouts) == len(spec.groups) == 1
         self._makers: dict[str, Callable[[Options], RetentionPolicy]] = {
+            "snapkv": self._snapkv,
             "streaming": self._streaming,
             "triattention": self._triattention,
         }
@@ -58,6 +62,20 @@ class Policies:
         interval = self._whole(options.count("interval", INTERVAL_TOKENS))
         sinks = self._whole(sinks)
         return Streaming(Quota(sinks + window, interval, suffix=not sinks, sink_tokens=sinks))
+
+    def _snapkv(self, options: Options) -> RetentionPolicy:
+        """`budget` generated tokens stay, the newest `window` of them and what those look at."""
+        if not (self._readable and self._watched):
+            raise InvalidRequest("snapkv needs a model that torch computes (--compute torch).")
+        budget = options.count("budget", BUDGET_TOKENS)
+        interval = self._whole(options.count("interval", INTERVAL_TOKENS))
+        window = options.count("window", min(SNAP_TOKENS, budget - 1, interval))
+        if window >= budget or window > interval:
+            raise InvalidRequest("snapkv's window is below its budget, and no more than interval.")
+        kernel = options.count("kernel", KERNEL_TOKENS)
+        if kernel % 2 == 0:
+            raise InvalidRequest("snapkv's kernel is an odd number.")
+        return SnapKV(Quota(budget, interval), window, kernel)
 
     def _triattention(self, options: Options) -> RetentionPolicy:
         """`budget` generated tokens stay, of those the newest `window` whatever their scores."""
