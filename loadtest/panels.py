@@ -22,12 +22,12 @@ def plots(run: Run) -> list[Plot]:
             )
             for stage in stages
         ]
-        return Plot(title, "ms", "share of samples", lines, log_x=True, y_max=1.0)
+        return Plot(title, "at most, ms", "share of samples", lines, log_x=True, y_max=1.0)
 
     return [
-        shares("ttft", "TTFT"),
-        shares("itl", "ITL"),
-        shares("e2e", "E2E"),
+        shares("ttft", "Time to first token (TTFT)"),
+        shares("itl", "Between tokens (ITL)"),
+        shares("e2e", "Whole answer (E2E)"),
         _throughput(run, stages),
         _cached(run, stages),
         _loads(run, stages),
