@@ -2,14 +2,26 @@
 
 It knows what was booked and what the replica last reported; not how a replica is chosen. A report
 counts everybody's requests, the router's own too, so what other routers sent is what the report
-says beyond the own bookings of that moment.
+says beyond the own bookings of that moment. It counts prompts before any cache hit, as those that
+wait have had none yet; how much of such tokens is usually computed, the own bookings tell.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from banyan.v1 import common_pb2, internal_pb2
+
+HEAD_SHARE = 0.5  # of its replica's time, for the first in line: others and decoding have the rest
+USUAL_WEIGHT = 0.1  # of the newest prompt
+
+
+class Line(NamedTuple):
+    """The prompts in line on a replica as one more finds them."""
+
+    before_s: float  # of prefill that comes before its own
+    longer: int  # prompts that it would pass
 
 
 @dataclass
@@ -21,6 +33,7 @@ class Booking:
     epoch: int
     model: str
     placed_s: float
+    prompt_tokens: int
     prefill_tokens: int  # to compute before its first token
     queued_s: float  # predicted wait before its own prefill
     blocks: int  # it will need beyond those it shares
@@ -36,12 +49,15 @@ class Workload:
     bookings: dict[str, Booking] = field(default_factory=dict)
     prefilling: dict[str, Booking] = field(default_factory=dict)  # before the first token, in order
     prefill_tokens: int = 0  # of those
+    prompt_tokens: int = 0  # of those
+    usual_share: float = 1.0  # of a prompt's tokens, that are computed
     sequences: int = 0  # choices of all bookings
     decoding: int = 0  # choices of bookings past their first token
     fresh_blocks: int = 0  # of bookings placed after the last report
     head_started_s: float = 0.0  # since when the first in `prefilling` is being computed
     foreign_sequences: int = 0
     foreign_tokens: int = 0
+    foreign_prompts: int = 0  # that those tokens belong to, about
     reported: internal_pb2.Load = field(default_factory=internal_pb2.Load)
     reports: int = 0
 
@@ -52,6 +68,9 @@ class Workload:
         booking.report = self.reports
         self.bookings[booking.request_id] = self.prefilling[booking.request_id] = booking
         self.prefill_tokens += booking.prefill_tokens
+        self.prompt_tokens += booking.prompt_tokens
+        share = booking.prefill_tokens / max(1, booking.prompt_tokens)
+        self.usual_share += USUAL_WEIGHT * (share - self.usual_share)
         self.sequences += booking.choices
         self.fresh_blocks += booking.blocks
 
@@ -59,6 +78,7 @@ class Workload:
         """Its first token is out, or it ended before. Safe to repeat."""
         if self.prefilling.pop(booking.request_id, None) is not None:
             self.prefill_tokens -= booking.prefill_tokens
+            self.prompt_tokens -= booking.prompt_tokens
             self.decoding += booking.choices
             self.head_started_s = now_s
 
@@ -74,25 +94,38 @@ class Workload:
     def report(self, load: internal_pb2.Load) -> None:
         """The replica's own figures arrived; bookings so far are in them."""
         self.foreign_sequences = max(0, load.running + load.waiting - self.sequences)
-        self.foreign_tokens = max(0, load.queued_prefill_tokens - self.prefill_tokens)
+        foreign = max(0, load.queued_prefill_tokens - self.prompt_tokens)
+        self.foreign_tokens = int(foreign * self.usual_share)
+        waiting = load.waiting - len(self.prefilling) + 1  # and one under way
+        self.foreign_prompts = max(1, min(waiting, self.foreign_sequences))
         self.fresh_blocks = 0
         self.reported = load
         self.reports += 1
 
-    def queued_s(self, seconds_per_token: float, now_s: float) -> float:
-        """Prefill still to be computed before a new request's; the first in line is under way."""
-        queued = (self.prefill_tokens + self.foreign_tokens) * seconds_per_token
-        if not self.prefilling:
-            return queued
-        head = next(iter(self.prefilling.values()))
-        done = min(now_s - self.head_started_s, head.prefill_tokens * seconds_per_token)
-        return queued - max(0.0, done)
+    def line(self, tokens: int, seconds_per_token: float, now_s: float) -> Line:
+        """What a prompt that has `tokens` to compute finds. O(prompts in line).
+
+        The scheduler gives the oldest prompt half of each step and the other half to shorter ones:
+        of a longer one, about as much comes before the new one as that is long itself.
+        """
+        before, longer = 0.0, 0
+        done = HEAD_SHARE * max(0.0, now_s - self.head_started_s) / seconds_per_token
+        for booking in self.prefilling.values():  # the first is under way
+            left, done = max(0.0, booking.prefill_tokens - done), 0.0
+            before += min(left, tokens)
+            longer += left > tokens
+        if self.foreign_tokens:
+            left = self.foreign_tokens / self.foreign_prompts
+            before += self.foreign_prompts * min(left, tokens)
+            longer += self.foreign_prompts if left > tokens else 0
+        return Line(before * seconds_per_token, longer)
 
     def check_integrity(self) -> None:
         """Assert that the sums agree with the bookings."""
         everything = self.bookings.values()
         assert self.prefilling.items() <= self.bookings.items()
         assert self.prefill_tokens == sum(b.prefill_tokens for b in self.prefilling.values())
+        assert self.prompt_tokens == sum(b.prompt_tokens for b in self.prefilling.values())
         assert self.sequences == sum(b.choices for b in everything)
         early = sum(b.choices for b in self.prefilling.values())
         assert self.decoding == self.sequences - early

@@ -198,16 +198,18 @@ class RouterCore:
         needed = -(-(request.tokens + int(output) * request.choices) // size) - depth.device
         tiers = replica.tier_s_per_token
         batch = work.sequences + work.foreign_sequences + request.choices
+        line = work.line(max(1, request.tokens - shared * size), rate, now_s)
         return Candidate(
             replica=replica.name,
             device_tokens=depth.device * size,
             host_tokens=depth.host * size,
             disk_tokens=depth.disk * size,
             shared_tokens=shared * size,
-            booked_prefill_s=work.queued_s(rate, now_s),
+            booked_prefill_s=line.before_s,
             prefill_s_per_token=rate,
             overhead_s=replica.estimates.overhead_s,
             decoding=work.decoding + work.foreign_sequences,
+            longer=line.longer,
             step_s=replica.estimates.step_s(batch),
             blocks_needed=needed,
             blocks_free=free - work.fresh_blocks,
@@ -248,6 +250,7 @@ class RouterCore:
             epoch=replica.epoch,
             model=request.model,
             placed_s=now_s,
+            prompt_tokens=request.tokens,
             prefill_tokens=request.tokens - choice.cost.matched_tokens,
             queued_s=at.booked_prefill_s,
             blocks=max(0, at.blocks_needed),

@@ -4,11 +4,13 @@ It knows numbers about replicas, never the replicas themselves. The sum is the p
 the request is done, plus what it takes from others: no gate over the whole fleet, no weights
 between unlike things. Terms, in order:
 
-booked_prefill       prefill that is already promised there and comes first
+booked_prefill       prefill that is already promised there and comes first: shorter prompts pass
+                     longer ones, so of each no more than the own one is long
 miss_prefill         computing the tokens that no tier of the replica holds
 tier_load            bringing blocks from host, disk or the shared tier, or computing them if faster
 rtt                  the measured overhead of a request: the wire, the queue's hand-over
-decode_interference  half of the own prefill for every sequence it delays, and for whoever is next
+interference         what the own prefill takes from others: from each longer prompt in line, which
+                     it passes, and, far less, from every sequence that decodes beside it
 output               the expected tokens at the step time of the batch it would join
 memory               evicting cached blocks (a share of them is missed later), preempting others
 session              leaving the replica that served the session: its last, partial block
@@ -27,13 +29,16 @@ TERMS = (
     "miss_prefill",
     "tier_load",
     "rtt",
-    "decode_interference",
+    "interference",
     "output",
     "memory",
     "session",
 )
 _OUTPUT = TERMS.index("output")
-INTERFERENCE = 0.5  # a running sequence is delayed on average by half of a prefill beside it
+# Shares of the own prefill. A longer prompt waits for all of it, and so do some that come while it
+# waits; who decodes is slowed down within a bound that the replica keeps (banyan simulate, log.md).
+DELAYS_PROMPT = 1.5
+DELAYS_DECODE = 0.02
 EVICTED_REUSE = 0.1  # share of evicted blocks that would have been hit again
 TIE_SHARE = 0.005  # costs this close, output apart, are equal; ties are drawn
 TIE_S = 1e-5
@@ -54,6 +59,7 @@ class Candidate:
     prefill_s_per_token: float
     overhead_s: float
     decoding: int  # sequences that are past their prefill
+    longer: int  # prompts in line there that are longer than what this request would compute
     step_s: float  # with this request in the batch
     blocks_needed: int  # beyond those it already holds on the device
     blocks_free: int  # less what is booked; may be negative
@@ -91,7 +97,7 @@ def predict(at: Candidate, tokens: int, expected_output: float) -> Cost:
         miss_s,
         load_s,
         at.overhead_s,
-        INTERFERENCE * own_s * (at.decoding + 1),
+        own_s * (DELAYS_PROMPT * at.longer + DELAYS_DECODE * (at.decoding + 1)),
         expected_output * at.step_s,
         (evicted * EVICTED_REUSE + preempted) * at.block_tokens * rate,
         at.block_tokens * rate if at.off_session else 0.0,

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.cost import TERMS, Candidate, Cost, predict, ranked, reason
+from router.cost import (
+    DELAYS_DECODE,
+    DELAYS_PROMPT,
+    TERMS,
+    Candidate,
+    Cost,
+    predict,
+    ranked,
+    reason,
+)
 from seams.rng import SeededRng
 
 IDLE = Candidate(
@@ -22,6 +31,7 @@ IDLE = Candidate(
     prefill_s_per_token=1e-3,
     overhead_s=0.002,
     decoding=0,
+    longer=0,
     step_s=0.02,
     blocks_needed=70,
     blocks_free=100,
@@ -51,7 +61,7 @@ def test_an_idle_replica_that_holds_nothing() -> None:
             "miss_prefill": 1.0,
             "tier_load": 0.0,
             "rtt": 0.002,
-            "decode_interference": 0.5,
+            "interference": DELAYS_DECODE,
             "output": 1.0,
             "memory": 0.0,
             "session": 0.0,
@@ -75,10 +85,13 @@ def test_each_tier_loads_at_its_own_speed_or_is_computed_if_that_is_faster() -> 
     assert got["miss_prefill"] == pytest.approx(0.1)
 
 
-def test_prefill_delays_every_running_sequence_and_whoever_is_next() -> None:
-    assert terms(but(decoding=7))["decode_interference"] == pytest.approx(0.5 * 1.0 * 8)
-    held = but(device_tokens=900, host_tokens=900, disk_tokens=900, shared_tokens=900, decoding=7)
-    assert terms(held)["decode_interference"] == pytest.approx(0.5 * 0.1 * 8)
+def test_prefill_delays_prompts_that_are_longer_and_sequences_that_decode() -> None:
+    whole = DELAYS_PROMPT * 3 + DELAYS_DECODE * 8
+    assert terms(but(decoding=7, longer=3))["interference"] == pytest.approx(whole)
+    held = but(device_tokens=900, host_tokens=900, disk_tokens=900, shared_tokens=900)
+    held = dataclasses.replace(held, decoding=7, longer=3)
+    assert terms(held)["interference"] == pytest.approx(0.1 * whole)
+    assert 3 * DELAYS_DECODE < DELAYS_PROMPT, "a first token is waited for more than the next one"
 
 
 def test_memory_costs_a_little_to_evict_and_in_full_to_preempt() -> None:

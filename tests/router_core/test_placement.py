@@ -21,6 +21,7 @@ from router_core_world import (
 
 from banyan.v1 import common_pb2, internal_pb2
 from kvstore.keys import tenant_salt
+from router.bookings import HEAD_SHARE
 from router.core import RouterCore
 from router.cost import TERMS
 from router.index import DISK, HOST
@@ -110,15 +111,33 @@ def test_sixty_four_prefixes_spread_over_four_replicas_that_answer_at_once(
 
 def test_a_busy_holder_is_passed_over_and_the_reason_says_why(core: RouterCore) -> None:
     store(core, "r1", SHARED)
+    asked = SHARED + prompt(9, 50)
+    for name in ("r1", "r2", "r3", "r4"):
+        queued = 5000 if name == "r1" else 0
+        beat(core, name, queued_prefill_tokens=queued, waiting=10 if queued else 0)
+    decision = core.place(request_of("q1", asked)).decision
+    assert decision.replica != "r1"
+    assert decision.available_tokens == len(SHARED) and decision.chosen_tokens == 0
+    assert "r1 holds 1600 but was passed over for its booked_prefill" in decision.reason
+    beat(core, "r1", queued_prefill_tokens=100)
+    assert core.preview(request_of("q2", SHARED + prompt(10, 50))).replica == "r1"
+
+
+def test_a_short_prompt_passes_long_ones_and_a_long_one_does_not_pass_short_ones(
+    core: RouterCore,
+) -> None:
+    """The line is what comes before this prompt, not all that waits."""
+    store(core, "r1", SHARED)
     for name in ("r1", "r2", "r3", "r4"):
         queued = 5000 if name == "r1" else 0
         beat(core, name, queued_prefill_tokens=queued, waiting=2 if queued else 0)
-    decision = core.place(request_of("q1", SHARED)).decision
-    assert decision.replica != "r1"
-    assert decision.available_tokens == len(SHARED) - 1 and decision.chosen_tokens == 0
-    assert "r1 holds 1599 but was passed over for its booked_prefill" in decision.reason
-    beat(core, "r1", queued_prefill_tokens=100)
-    assert core.preview(request_of("q2", SHARED)).replica == "r1"
+    assert core.place(request_of("short", SHARED)).replica == "r1", "it has one token to compute"
+    terms = {
+        candidate.replica: dict(zip(TERMS, [t.seconds for t in candidate.terms], strict=True))
+        for candidate in core.preview(request_of("long", prompt(9, 600))).candidates
+    }
+    assert terms["r1"]["booked_prefill"] == pytest.approx(5.0, rel=0.01)
+    assert terms["r1"]["interference"] < terms["r1"]["booked_prefill"]
 
 
 def test_a_replica_out_of_memory_pays_for_what_it_would_preempt(core: RouterCore) -> None:
@@ -161,14 +180,14 @@ def memory_of(decision: common_pb2.Decision, replica: str) -> float:
 def test_the_first_token_ends_the_booked_prefill(core: RouterCore, clock: VirtualClock) -> None:
     placed = core.place(request_of("q1", SHARED)).replica
 
-    def booked() -> float:
-        decision = core.preview(request_of("q", prompt(9, 2)))
+    def booked() -> float:  # as a prompt finds it that is longer than all in line
+        decision = core.preview(request_of("q", prompt(9, 200)))
         candidate = next(c for c in decision.candidates if c.replica == placed)
         return candidate.terms[TERMS.index("booked_prefill")].seconds
 
     assert booked() == pytest.approx(1.6)
     clock.advance(0.6)
-    assert booked() == pytest.approx(1.0), "the first in line is under way"
+    assert booked() == pytest.approx(1.6 - 0.6 * HEAD_SHARE), "the first in line is under way"
     clock.advance(5.0)
     assert booked() == pytest.approx(0.0)
     core.place(request_of("q2", SHARED[: 80 * BLOCK] + prompt(7, 20)))
@@ -177,7 +196,7 @@ def test_the_first_token_ends_the_booked_prefill(core: RouterCore, clock: Virtua
     assert core.explain("q2").replica == placed  # type: ignore[union-attr]
     assert booked() == pytest.approx(0.32), "the next one only starts now"
     clock.advance(0.12)
-    assert booked() == pytest.approx(0.2)
+    assert booked() == pytest.approx(0.32 - 0.12 * HEAD_SHARE)
     core.failed("q2")
     core.check_integrity()
     assert booked() == 0.0
@@ -195,7 +214,7 @@ def test_own_bookings_in_a_report_are_not_counted_twice(core: RouterCore) -> Non
     placed = core.place(request_of("q1", tokens)).replica
 
     def terms() -> list[float]:
-        decision = core.preview(request_of("q", prompt(9, 2)))
+        decision = core.preview(request_of("q", prompt(9, 200)))
         candidate = next(c for c in decision.candidates if c.replica == placed)
         return [term.seconds for term in candidate.terms]
 
@@ -390,8 +409,9 @@ def test_a_decision_shows_every_term_cheapest_first_and_always_the_longest_holde
     attach_ready(core, *names)
     store(core, "r19", SHARED)
     for name in names:
-        beat(core, name, queued_prefill_tokens=100_000 if name == "r19" else 100 * int(name[1:]))
-    decision = core.preview(request_of("q1", SHARED))
+        beat(core, name, queued_prefill_tokens=100 * int(name[1:]), waiting=1)
+    beat(core, "r19", queued_prefill_tokens=100_000, waiting=100)
+    decision = core.preview(request_of("q1", SHARED + prompt(9, 50)))
     assert len(decision.candidates) == 8
     assert [c.replica for c in decision.candidates] == [*names[:7], "r19"]
     for candidate in decision.candidates:
