@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 
@@ -29,7 +30,7 @@ from worker.engine.planning import PlanBuilder
 from worker.engine.pruning import Pruner
 from worker.engine.request import Request, State
 from worker.engine.request import Sequence as Choice
-from worker.engine.retention.base import RetentionPolicy
+from worker.engine.retention.base import Mask, PageView, Quota, RetentionPolicy
 from worker.engine.retention.policies import Policies
 from worker.engine.sampling import SamplingParams
 from worker.engine.waiting import Tenant
@@ -61,6 +62,37 @@ class Read:
     log_probs: torch.Tensor  # float32 [tokens, vocab]
     perplexity: float
     compacted: Compacted
+    in_order_bytes: float  # that would have moved if survivors kept their order
+
+
+@dataclass
+class _Counted:
+    """A policy, and how many slots of survivors would move if they kept their order."""
+
+    policy: RetentionPolicy
+    in_order: float = 0.0  # all heads of a slot are one
+
+    @property
+    def quota(self) -> Quota:
+        """The policy's."""
+        return self.policy.quota
+
+    @property
+    def reads_keys(self) -> bool:
+        """The policy's."""
+        return self.policy.reads_keys
+
+    @property
+    def state_hash(self) -> str:
+        """The policy's."""
+        return self.policy.state_hash
+
+    def select(self, view: PageView) -> Mask:
+        """The policy's."""
+        kept = self.policy.select(view)
+        moved = kept & (np.cumsum(kept, axis=1) - 1 != np.arange(kept.shape[1]))
+        self.in_order += moved.sum() / len(kept)
+        return kept
 
 
 class Reader:
@@ -79,7 +111,8 @@ class Reader:
         pruner = Pruner(memory, self._model)
         builder = PlanBuilder(BLOCK_TOKENS, 1)
         builder.pruned = True
-        sequence = _sequence(ids, prompt_tokens, policy)
+        counted = None if policy is None else _Counted(policy)
+        sequence = _sequence(ids, prompt_tokens, counted)
         pruner.start(sequence)
         rows = []
         while sequence.computed < len(ids):
@@ -92,7 +125,10 @@ class Reader:
         logits = torch.cat(rows)[prompt_tokens - 1 : -1]
         log_probs = logits.log_softmax(-1)
         taken = log_probs.gather(1, torch.tensor(ids[prompt_tokens:]).unsqueeze(1))
-        return Read(log_probs, math.exp(-float(taken.mean())), pruner.compactor.total)
+        slot_bytes = self._model.spec.groups[0].block_bytes / BLOCK_TOKENS
+        in_order = 0.0 if counted is None else counted.in_order * slot_bytes
+        perplexity = math.exp(-float(taken.mean()))
+        return Read(log_probs, perplexity, pruner.compactor.total, in_order)
 
     def _step(self, builder: PlanBuilder, sequence: Choice, count: int) -> torch.Tensor:
         """float32 [count, vocab]."""
@@ -129,13 +165,13 @@ def rows_of(name: str, read: Read, whole: Read) -> Iterator[Row]:
     yield Row(f"{name} KL", float(divergence), "nats", count)
     total = read.compacted
     if total.rounds:
-        could = total.dropped_tokens / BLOCK_TOKENS
-        yield Row(
-            f"{name} blocks freed", float(total.freed_blocks), "", total.rounds, "full", could
+        could, freed = total.dropped_tokens / BLOCK_TOKENS, float(total.freed_blocks)
+        yield Row(f"{name} blocks freed", freed, "", total.rounds, "dropped tokens fill", could)
+        each, other = (
+            freed / (moved / 2**20) if moved else math.inf
+            for moved in (total.moved_bytes, read.in_order_bytes)
         )
-        moved = total.moved_bytes / 2**20
-        each = total.freed_blocks / moved if moved else math.inf
-        yield Row(f"{name} freed per MiB", each, "blocks", total.rounds)
+        yield Row(f"{name} freed per MiB", each, "blocks", total.rounds, "in order", other)
 
 
 def main() -> None:

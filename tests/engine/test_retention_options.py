@@ -78,5 +78,16 @@ def test_the_command_line_is_checked_before_anything_starts(tmp_path: Path) -> N
         check_retention("streaming:window")
 
 
+def test_what_answers_depend_on_is_part_of_the_numeric_class() -> None:
+    """A stream that moves goes on at a replica that prunes alike, if there is one."""
+    wide, narrow, again = (
+        load_parts(config(retention=f"streaming:window={window}")).spec.numeric_class
+        for window in (64, 32, 64)
+    )
+    plain, asked = load_parts(config()), load_parts(config(retention="requests"))
+    assert wide == again != narrow
+    assert plain.spec.numeric_class == asked.spec.numeric_class == "fake"
+
+
 def test_the_wire_knows_the_field() -> None:
     assert common_pb2.Sampling().retention == ""

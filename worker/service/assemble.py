@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,6 +83,8 @@ def load_parts(config: ReplicaConfig) -> ReplicaParts:
             tiers.close()
         raise
     spec = served_spec(config, model.spec)
+    if retention is not None:
+        spec = replace(spec, numeric_class=spec.numeric_class + retention.numerics)
     return ReplicaParts(engine, spec, blocks, text_files, clock, tiers)
 
 

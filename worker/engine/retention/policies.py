@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 
 from seams.errors import InvalidRequest, LaunchError
@@ -40,6 +41,14 @@ class Policies:
             "triattention": self._triattention,
         }
         self.default = None if default == REQUESTS else self.make(default)
+
+    @property
+    def numerics(self) -> str:
+        """Part of a numeric class: what requests that ask for nothing are given here; "" if that
+        is what they would be given without policies."""
+        if self.default is None:
+            return ""
+        return "-kept-" + hashlib.sha256(self.default.state_hash.encode()).hexdigest()[:8]
 
     def make(self, text: str) -> RetentionPolicy | None:
         """The policy of a text, None for "none". Raises InvalidRequest."""
