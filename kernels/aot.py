@@ -162,16 +162,7 @@ def _coded() -> list[Variant]:
     return [
         _codes("d128-bf16", _PLAIN, "bf16", False, turbo(128, 4), turbo(128, 4)),
         _codes("k3v2-d64-window-fp16", _EXOTIC, "fp16", True, turbo(64, 3), turbo(64, 2)),
-        _codes("k8v4-d128-fp16", _PLAIN, "fp16", False, Fp8Vectors(128), turbo(128, 4)),
-        _codes("k1-fp8-d256-bf16", _WIDE, "bf16", False, turbo(256, 1), Fp8Vectors(256)),
-        _codes(
-            "uniform-d128-fp32",
-            _PLAIN,
-            "fp32",
-            False,
-            UniformVectors(128, 2),
-            UniformVectors(128, 4),
-        ),
+        _codes("k8-d128-fp16", _PLAIN, "fp16", False, Fp8Vectors(128), UniformVectors(128, 2)),
     ]
 
 

@@ -35,6 +35,7 @@ from kernels.triton_decode import (
 from kernels.triton_rows import fold
 
 FP8, TURBO, UNIFORM = 1, 2, 3  # KIND of a load function
+KEYS = 32  # decoded at once: both tiles are in registers, in float32, before they are multiplied
 
 
 @triton.jit
@@ -227,6 +228,7 @@ def code_constants(
     """The compile-time constants of `attend_codes` that follow from model and codec."""
     return {
         **split_constants(spec, block_tokens),
+        "BLOCK_N": KEYS,
         **keys.constants("K"),
         **values.constants("V"),
     }

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from coded_decoders import CODECS, coded
@@ -117,6 +118,26 @@ def test_blocks_hold_nothing_but_codes(tmp_path: Path) -> None:
     stepper.take(0, [free])
     stepper.step([(_again(stepper, stream), 1)])
     assert model.read_block(0, free) == stored
+
+
+def test_token_slots_move_and_keys_are_read() -> None:
+    """As of a model without a codec, but for what the codec rounds."""
+    plain, model = coded("model"), coded("turboquant:k4v4,boundary=0")
+    ids = token_ids(30, VOCAB, 8)
+    slots: dict[str, Any] = {}
+    for name, each in (("plain", plain), ("coded", model)):
+        stepper = Stepper(each, 6)
+        stream = stepper.add(ids)
+        stepper.step([(stream, 30)])
+        slots[name] = np.array([stream.tables[0][0] * 16 + 3, stream.tables[0][1] * 16 + 9])
+    exact, found = plain.read_keys(0, slots["plain"]), model.read_keys(0, slots["coded"])
+    assert found.shape == exact.shape
+    first = (found[0] - exact[0]).norm() / exact[0].norm()
+    assert 0.05 < float(first) < 0.15, "four bits"
+    free = next(b for b in range(6) if b not in slots["coded"] // 16)
+    target = np.array([free * 16, free * 16 + 1])
+    model.move_slots(0, slots["coded"], target)
+    assert torch.equal(model.read_keys(0, target), found)
 
 
 def _again(stepper: Stepper, stream: Any) -> Any:

@@ -17,8 +17,9 @@ from kernels.attention import AttentionBackend, AttentionBatch, AttentionSpec, P
 from kernels.batch import build_batch
 from kernels.codecs.base import KVCodec
 from kernels.codecs.pages import CodecAttention, CodecLayout
+from kernels.codecs.slots import CodeSlots
 from kernels.layout import PageLayout
-from kernels.slots import CodedSlots, SlotMover
+from kernels.slots import SlotMover
 from kvstore.groups import GroupKind, KVGroup, Representation
 from worker.engine.plan import StepPlan
 from worker.models.base import AdapterSpec, ModelSpec
@@ -235,11 +236,8 @@ class LlamaModel(PooledModel):
     def _make_slots(self) -> list[SlotMover]:
         if self._spec.layouts:
             return super()._make_slots()
-        pools = zip(self._layouts, self._pools.pools, strict=True)
-        return [
-            CodedSlots([(page.keys, page.values) for page in layout.pages(pool)])
-            for layout, pool in pools
-        ]
+        coded = [layout for layout in self._layouts if isinstance(layout, CodecLayout)]
+        return [CodeSlots(*pair) for pair in zip(coded, self._pools.pools, strict=True)]
 
     def read_queries(self, plan: StepPlan) -> torch.Tensor:
         """See Model.read_queries; writes the step's keys and values again, off by a rounding where
