@@ -229,7 +229,7 @@ class EngineCore:
             error = OutOfBlocks("The request needs more memory than the replica has.")
             self._end(sequence.request, Finish.ERROR, error)
         if self._pruner is not None and self._pruner.failed:
-            self._fail({s.request for s in self._pruner.take_failed()})
+            self._fail(sequence.request for sequence in self._pruner.take_failed())
         if scheduled is not None:
             self._execute(scheduled)
         elif not self._outbox and not (self._tiers is not None and self._tiers.has_ops()):

@@ -15,7 +15,7 @@ from worker.engine.retention.triattention import Centres, TriAttention
 from worker.models.base import ModelSpec
 
 WINDOW_TOKENS, INTERVAL_TOKENS = 1024, 128
-BUDGET_TOKENS, PROTECTED_TOKENS, BAND = 2048, 128, 0.0
+BUDGET_TOKENS, PROTECTED_TOKENS, BAND = 2048, 128, 0.1
 SNAP_TOKENS, KERNEL_TOKENS = 32, 7
 
 

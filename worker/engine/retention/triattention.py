@@ -81,7 +81,7 @@ class TriAttention:
     calibration: str
     window_tokens: int
     per_head: bool = False
-    band: float = 0.0
+    band: float = 0.0  # deviations
     reads_keys: bool = True
 
     @property
