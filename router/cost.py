@@ -35,9 +35,9 @@ TERMS = (
     "session",
 )
 _OUTPUT = TERMS.index("output")
-# Shares of the own prefill. A longer prompt waits for all of it, and so do some that come while it
-# waits; who decodes is slowed down within a bound that the replica keeps (banyan simulate, log.md).
-DELAYS_PROMPT = 1.5
+# Shares of the own prefill. A longer prompt waits for all of it; who decodes is slowed down within
+# a bound that the replica keeps, and waits for no first token (banyan simulate, docs/log.md).
+DELAYS_PROMPT = 1.0
 DELAYS_DECODE = 0.02
 EVICTED_REUSE = 0.1  # share of evicted blocks that would have been hit again
 TIE_SHARE = 0.005  # costs this close, output apart, are equal; ties are drawn
