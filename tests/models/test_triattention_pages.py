@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from random_decoders import (
+    CPU,
     DenseDecoder,
     LayerWeights,
     Weights,
@@ -18,6 +19,8 @@ from random_decoders import (
     token_ids,
 )
 
+from kernels.codecs.choose import make_codec
+from kernels.codecs.names import parse_codec
 from seams.clock import VirtualClock
 from worker.calibration.capture import capture
 from worker.config import EngineConfig
@@ -29,6 +32,7 @@ from worker.engine.retention.policies import Policies
 from worker.engine.sampling import SamplingParams
 from worker.models.base import Model
 from worker.models.config import ModelConfig
+from worker.models.llama import LlamaModel
 
 SIZE, PROMPT = 16, 120
 GREEDY = SamplingParams(seed=0, max_tokens=1)
@@ -196,3 +200,25 @@ def test_pruned_streams_are_exact_in_every_way_of_running(select: str) -> None:
     }
     assert plain["r0"] != together["r0"], "nothing was pruned that mattered"
     assert plain["r0"][:24] == together["r0"][:24]
+
+
+@pytest.mark.parametrize(
+    "policy", ["streaming:window=24,interval=16", "triattention:budget=24,interval=16,window=8"]
+)
+def test_pages_of_codes_are_pruned_too(policy: str) -> None:
+    """Codes are moved as they are; what they stand for is what scores see."""
+
+    def make() -> LlamaModel:
+        model = in_torch(CONFIG, WEIGHTS)
+        name = parse_codec("turboquant:k4v4")
+        assert name is not None
+        codec = make_codec(name, CONFIG.layers, CONFIG.head_dim, torch.bfloat16, CPU, None)
+        assert codec is not None
+        model.recode(codec)
+        return model
+
+    pruned, whole = streams(make, policy), streams(make, "none")
+    for name in (f"r{n}" for n in range(5)):
+        assert len(pruned[name]) == 70
+        assert [token for token, _ in pruned[name][:40]] == [token for token, _ in whole[name][:40]]
+    assert pruned != whole, "nothing was pruned that mattered"

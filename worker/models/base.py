@@ -36,7 +36,8 @@ class ModelSpec:
     numeric_class: str  # replicas of one class give the same tokens
     adapters: tuple[AdapterSpec, ...] = ()
     layouts: tuple[PageLayout, ...] = ()  # of each group's blocks; none: bytes nobody may look into
-    reads_queries: bool = False  # whether the model has `read_queries`
+    reads_keys: bool = False  # whether the model has `read_keys`
+    reads_queries: bool = False  # and `read_queries`
 
 
 class Model(Protocol):
@@ -73,7 +74,7 @@ class Model(Protocol):
 
     def read_keys(self, group: int, slots: Longs) -> torch.Tensor:
         """Copies of the keys in these slots, as stored: float32 [layers of the group, KV heads, n,
-        dim]. Only of a model with `layouts`."""
+        dim]. Only of a model whose spec says reads_keys."""
         ...
 
     def read_queries(self, plan: StepPlan) -> torch.Tensor:

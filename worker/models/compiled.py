@@ -93,6 +93,7 @@ class CompiledModel(PooledModel):
             representation=Representation(dtype=shape.dtype, layout=PAGE_LAYOUT),
             numeric_class=f"cpu-{self._decoder.isa}-banyan{NUMERICS}-invariant-{shape.dtype}",
             layouts=tuple(layout for _, layout in grouped),
+            reads_keys=True,
         )
 
     def allocate(self, blocks: tuple[int, ...]) -> None:

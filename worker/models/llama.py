@@ -171,6 +171,7 @@ class LlamaModel(PooledModel):
                 arithmetic.numerics,
             ),
             adapters=tuple(AdapterSpec(a.name, a.fingerprint) for a in self._adapters),
+            reads_keys=True,
             reads_queries=True,
         )
 

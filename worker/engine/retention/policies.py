@@ -34,7 +34,7 @@ class Policies:
         self._statistics = statistics
         self._centres = Centres.of(statistics) if statistics else None
         self._watched = spec.reads_queries
-        self._readable = len(spec.layouts) == len(spec.groups) == 1
+        self._readable = spec.reads_keys and len(spec.groups) == 1
         self._makers: dict[str, Callable[[Options], RetentionPolicy]] = {
             "snapkv": self._snapkv,
             "streaming": self._streaming,
