@@ -12,6 +12,8 @@ import torch
 from engine_rig import BLOCK, request, tokens
 from pruned_oracle import Mover, PrunedRig, Scattered
 
+from kvstore.tiered import TieredStore
+from kvstore.tiers.host import HostTier
 from seams.errors import InternalError, InvalidRequest, LaunchError
 from worker.engine.core import EngineCore
 from worker.engine.messages import Compacted, Finish
@@ -155,6 +157,31 @@ def test_shared_pages_with_holes_are_copied_first() -> None:
         if cache:
             rig.assert_cache_is_plain()
     assert moved[0] > moved[1], "nothing was copied that the cache holds"
+
+
+@EVERY
+def test_cold_tiers_get_plain_chains_only(policy: object) -> None:
+    """Everything cached goes down and comes back; nothing of it is a pruned sequence's own."""
+    rig = PrunedRig(policy, blocks=60)  # type: ignore[arg-type]
+    rig.model = Mover(fake_model("full", context_tokens=2048, block_tokens=BLOCK))
+    sizes = {group.id: group.block_bytes for group in rig.model.spec.groups}
+    store = TieredStore(HostTier(sizes, 400 * 4096, verify=True, prefault=False), [])
+    rig.core = EngineCore(rig.model, rig.config, rig.clock, tiers=store, retention=rig.policies)
+    for number in range(3):
+        rig.submit(request(f"r{number}", tokens(21 + number, number), 60))
+    rig.run()
+    assert totals(rig).rounds > 10 and rig.core.memory.cache is not None
+    rig.core.memory.cache.clear()
+    held = len(store.host.names())
+    assert 0 < held <= sum((21 + number) // BLOCK for number in range(3))
+    for number in range(3):
+        conversation = (*tokens(21 + number, number), *rig.output(f"r{number}"))
+        rig.submit(request(f"plain{number}", conversation, 4, retention="none"))
+        rig.submit(request(f"again{number}", tokens(21 + number, number), 60))
+    rig.run()
+    rig.assert_exact()
+    assert sum(store.loaded_blocks.values()) > 0
+    rig.core.close()
 
 
 def test_rounds_need_no_free_block() -> None:
