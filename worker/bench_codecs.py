@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -175,6 +176,7 @@ def main() -> None:
     report = Report()
     for row in rows(Bench(config, weights, ids), options.codecs.split(), options.rounds):
         report.add(row)
+        print(f"{row.name}: {row.value:.4g} {row.unit}", file=sys.stderr, flush=True)
     report.show(options.json)
 
 

@@ -54,7 +54,7 @@ class TurboCold:
         numbers = torch.frombuffer(into, dtype=self._dtype)
         codes_of_all = torch.frombuffer(encoded, dtype=torch.uint8)
         for codec, vectors, codes in self._split(numbers, codes_of_all):
-            vectors.copy_(codec.turn_back(codec.decode(codes)))
+            vectors.copy_(codec.restore(codes))
 
     def _split(
         self, numbers: torch.Tensor, encoded: torch.Tensor

@@ -59,6 +59,8 @@ def vectors(
 
 def restored(codec: VectorCodec, codes: torch.Tensor) -> torch.Tensor:
     """What codes stand for, in the model's basis, float32."""
+    if isinstance(codec, TurboVectors):
+        return codec.restore(codes).float()
     return codec.turn_back(codec.decode(codes)).float()
 
 
