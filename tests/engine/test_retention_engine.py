@@ -14,7 +14,7 @@ from pruned_oracle import Mover, PrunedRig, Scattered
 
 from kvstore.tiered import TieredStore
 from kvstore.tiers.host import HostTier
-from seams.errors import InternalError, InvalidRequest, LaunchError
+from seams.errors import InternalError, InvalidRequest, LaunchError, OutOfBlocks
 from worker.engine.core import EngineCore
 from worker.engine.messages import Compacted, Finish
 from worker.engine.retention.base import Quota
@@ -225,6 +225,16 @@ def test_a_generation_longer_than_the_pool_comes_to_its_end() -> None:
     assert rig.last("long").finish is Finish.LENGTH and len(rig.output("long")) == 400
     assert rig.last("plain").error is not None
     rig.assert_exact("long")
+
+
+def test_a_prompt_longer_than_the_pool_is_served_where_prompts_are_pruned() -> None:
+    rig = PrunedRig(SINKS, blocks=12, step_tokens_max=16)
+    rig.submit(request("long", tokens(230), 40), request("short", tokens(20), 40))
+    rig.submit(request("whole", tokens(230), 40, retention=STREAMING))
+    rig.run()
+    assert len(rig.output("long")) == len(rig.output("short")) == 40
+    assert isinstance(rig.last("whole").error, OutOfBlocks)
+    rig.assert_exact("long", "short")
 
 
 def test_a_failing_round_ends_its_request_alone(caplog: pytest.LogCaptureFixture) -> None:
