@@ -2,9 +2,9 @@
 
 A run (banyan/recording.py) is a JSON object: "replicas", "blocks" of one of them, "block_tokens",
 and "requests", each with "at_s", "token_ids", "output_tokens", "replica", "cached_tokens",
-"ttft_s", "total_s" and "alone": sent when nothing else ran. From those that were alone, and from
-how long all took to decode beside what else their replica did, linear equations give the constants
-(least squares, none negative). The simulation is then held against those that were not alone.
+"ttft_s", "total_s" and "alone": sent when nothing else ran. From those whose replica had nothing
+else to do, and from how long all took to decode beside what it did, linear equations give the
+constants (least squares, none negative). The simulation is then held against those not alone.
 """
 
 from __future__ import annotations
@@ -175,11 +175,12 @@ def _beside(records: Sequence[Record], real: Sequence[Sample]) -> Beside:
 
 def constants(run: RealRun) -> tuple[StepTime, float]:
     """(step times, what the wire and the router add to a first token)."""
-    equations = [_first_token(sample) for sample in run.samples if sample.alone]
+    equations: list[Equation] = []
     by_replica: dict[str, list[Sample]] = {}
     for sample in run.samples:
         by_replica.setdefault(sample.replica, []).append(sample)
     for samples in by_replica.values():
+        equations += [_first_token(s) for s in samples if _undisturbed(s, samples)]
         equations += [_decode(s, samples) for s in samples if s.output_tokens > 1]
     matrix = np.array([row for row, _ in equations])
     wanted = np.array([seconds for _, seconds in equations])
@@ -197,6 +198,16 @@ Equation = tuple[list[float], float]
 def _first_token(sample: Sample) -> Equation:
     steps = -(-sample.computed // EngineConfig.step_tokens_max)
     return [1.0, float(steps), 0.0, 0.0, float(sample.computed), sample.pairs], sample.ttft_s
+
+
+def _undisturbed(sample: Sample, there: Sequence[Sample]) -> bool:
+    """Whether its replica had nothing else to do until its first token. Of the load, too: replicas
+    that share a machine slow each other down, which a prompt that is all alone does not show."""
+    return not any(
+        other.at_s < sample.first_s and sample.at_s < other.last_s
+        for other in there
+        if other is not sample
+    )
 
 
 def _decode(sample: Sample, there: Sequence[Sample]) -> Equation:
