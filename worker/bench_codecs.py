@@ -23,12 +23,16 @@ from kernels.backends import backend_for
 from kernels.codecs.base import KVCodec, LayerCodec
 from kernels.codecs.choose import make_codec
 from kernels.codecs.names import parse_codec
+from kernels.codecs.oscar import BITS, LayerRotations, oscar
 from kernels.codecs.turboquant import TurboVectors
 from kernels.codecs.uniform import UniformVectors
 from seams.bench import Report, Row, alternate, median
+from seams.errors import InvalidRequest
+from worker.calibration.statistics import Statistics
 from worker.engine.plan import SampleRow, StepPlan
 from worker.engine.sampling import SamplingParams
 from worker.models.config import ModelConfig
+from worker.models.fingerprint import model_fingerprint
 from worker.models.llama import LlamaModel
 from worker.models.opening import open_model
 from worker.models.weights import Weights, load_weights
@@ -62,19 +66,42 @@ class Read:
 class Bench:
     """One model's weights, under any codec, and a text as its token ids."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, ids: list[int]) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        ids: list[int],
+        statistics: Statistics | None = None,
+    ) -> None:
+        """`statistics`: of `banyan calibrate`, for OSCAR."""
         self._config, self._weights, self._ids = config, weights, ids
+        self._statistics = statistics
 
     def codec(self, name: str) -> KVCodec | None:
         """By an option's name; kA+minmaxB is TurboQuant's keys and values that are rounded to equal
-        steps between their least and largest number, without turning them."""
+        steps between their least and largest number, without turning them. `oscar` is the codec
+        alone, without sinks and recent tokens in the model's dtype; `hadamard2` the same quantiser
+        in Hadamard's basis."""
         layers, dim = self._config.layers, self._config.head_dim
         if "+minmax" in name:
             keys, values = TurboVectors(dim, int(name[1])), UniformVectors(dim, int(name[-1]))
             return KVCodec(name, (LayerCodec(keys, values),) * layers)
+        if name in ("oscar", "hadamard2"):
+            return oscar([self._rotations(layer, name == "oscar") for layer in range(layers)])
         parsed = parse_codec(name)
         assert parsed is not None, name
         return make_codec(parsed, layers, dim, torch.float32)
+
+    def _rotations(self, layer: int, fitted: bool) -> LayerRotations:
+        """Of one layer. Raises InvalidRequest without a calibration."""
+        if not fitted:
+            plain = TurboVectors(self._config.head_dim, BITS).rotation
+            every = plain.expand(self._config.kv_heads, -1, -1)
+            return LayerRotations(every, every)
+        if self._statistics is None:
+            raise InvalidRequest("OSCAR needs --calibration.")
+        known = self._statistics
+        return LayerRotations(known.key_rotation[layer], known.value_rotation[layer])
 
     def model(self, name: str) -> LlamaModel:
         """With room for the text and some tokens after it."""
@@ -165,6 +192,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True, help="what the model reads")
     parser.add_argument("--tokens", type=int, default=768, help="of the text, from its beginning")
     parser.add_argument("--codecs", default=" ".join(CODECS), help="names, by spaces")
+    parser.add_argument("--calibration", type=Path, help="a file of `banyan calibrate`, for OSCAR")
     parser.add_argument("--rounds", type=int, default=5, help="decode steps of each")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here too")
     options = parser.parse_args()
@@ -173,8 +201,11 @@ def main() -> None:
     config, source = open_model(options.model)
     with source:
         weights = load_weights(source, config, torch.float32, CPU)
+        known = None
+        if options.calibration is not None:
+            known = Statistics.load(options.calibration, model_fingerprint(source, config))
     report = Report()
-    for row in rows(Bench(config, weights, ids), options.codecs.split(), options.rounds):
+    for row in rows(Bench(config, weights, ids, known), options.codecs.split(), options.rounds):
         report.add(row)
         print(f"{row.name}: {row.value:.4g} {row.unit}", file=sys.stderr, flush=True)
     report.show(options.json)
