@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from random_decoders import CPU, config_of, random_weights
 
@@ -14,14 +16,16 @@ CODECS = ("fp8", "turboquant:k4v4", "turboquant:k8v3", "turboquant:k4v2,boundary
 
 
 def coded(
-    codec: str, case: str = "untied", dtype: torch.dtype = torch.float32, seed: int = 0
+    codec: str, case: str = "untied", dtype: torch.dtype = torch.float32, gain: float = 1.0
 ) -> LlamaModel:
-    """A decoder of random_decoders.CASES; codec as an option says it."""
+    """A decoder of random_decoders.CASES, queries, keys and values `gain` times as large; codec as
+    an option says it."""
     config, name = config_of(case), parse_codec(codec)
     assert name is not None
+    weights = random_weights(config, dtype)
     model = LlamaModel(
         config,
-        random_weights(config, dtype, seed),
+        replace(weights, layers=tuple(replace(w, qkv=w.qkv * gain) for w in weights.layers)),
         backend_for(CPU),
         name="small",
         fingerprint="small",

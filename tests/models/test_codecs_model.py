@@ -3,6 +3,7 @@ change nothing, and how far its logits are from those over pages in the model's 
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ from coded_decoders import CODECS, coded
 from model_stepper import Stepper, run_chunked
 from random_decoders import config_of, token_ids
 
+from kernels.codecs.choose import make_codec
+from kernels.codecs.names import CodecName
 from seams.errors import ModelLoadError
 from worker.config import ReplicaConfig
+from worker.models.calibrating import fp8_scales
 from worker.models.load import load_model, plan_blocks
 from worker.models.making import compiled_dtype
 
@@ -165,3 +169,24 @@ def test_the_compiled_path_makes_way() -> None:
     asked = config(kv_codec="fp8", batch_invariant=True)
     with pytest.raises(ModelLoadError, match="No batch-invariant path"):
         compiled_dtype(asked, parsed, torch.bfloat16, cpu)
+
+
+def test_scales_follow_the_keys_and_name_the_calibration() -> None:
+    """Keys beyond what e4m3 can hold with room to spare get scales of their own, and blocks written
+    with them are other blocks."""
+    small, large = coded("model"), coded("model", gain=400.0)
+    ones = fp8_scales(small)
+    assert all(bool((s.keys == 1).all() and (s.values == 1).all()) for s in ones)
+    fitted = fp8_scales(large)
+    largest = max(float(scale.keys.max()) for scale in fitted)
+    assert largest > 1 and largest == 2 ** round(math.log2(largest))
+    name, config_ = CodecName("fp8"), config_of("untied")
+    shape = (config_.layers, config_.head_dim, torch.float32, "cpu")
+    plain, scaled = make_codec(name, *shape, ones), make_codec(name, *shape, fitted)
+    assert plain is not None and scaled is not None
+    assert plain.calibration == "" != scaled.calibration
+    small.recode(plain)
+    large.recode(scaled)
+    first, second = small.spec.representation, large.spec.representation
+    assert first.codec == second.codec and first.id != second.id
+    assert scaled.calibration in large.spec.numeric_class
