@@ -202,14 +202,14 @@ def test_a_small_pool_holds_three_times_the_long_generations() -> None:
 
     def together(retention: str) -> int:
         rig = PrunedRig(blocks=96, running_max=64, cache=False)
-        for number in range(30):
-            rig.submit(request(f"r{number}", tokens(8, number), 120, retention=retention))
+        for number in range(14):
+            rig.submit(request(f"r{number}", tokens(8, number), 90, retention=retention))
         most = 0
         while rig.core.has_work():
             rig.step()
             most = max(most, len(rig.core.scheduler.running))
         rig.assert_exact()
-        assert all(rig.usage(f"r{n}").preemptions == 0 for n in range(30))
+        assert all(rig.usage(f"r{n}").preemptions == 0 for n in range(14))
         return most
 
     plain, pruned = together("none"), together("streaming:window=16,interval=8")
