@@ -38,7 +38,7 @@ def test_error_is_that_of_the_codec(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 2**31), exponent=st.integers(-6, 6), tokens=st.integers(1, 9))
 def test_encoding_what_was_decoded_changes_nothing(
     name: str, seed: int, exponent: int, tokens: int
@@ -50,7 +50,7 @@ def test_encoding_what_was_decoded_changes_nothing(
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(
     seed=st.integers(0, 2**31),
     tokens=st.integers(1, 70),

@@ -11,7 +11,7 @@ from kernels.codecs.packing import WIDTHS, lookup, pack, packed_bytes, run_table
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**31), count=st.integers(1, 70), rows=st.integers(1, 4))
 def test_unpack_is_the_inverse_at_any_length(bits: int, seed: int, count: int, rows: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -49,7 +49,7 @@ def _interpret(dtype: str, first: int, count: int) -> None:
             close(errors, dtype, int(errors.pop("seed")))
 
 
-@pytest.mark.parametrize(("dtype", "seeds"), [("fp32", 9), ("fp16", 4)])
+@pytest.mark.parametrize(("dtype", "seeds"), [("fp32", 9), ("fp16", 2)])
 def test_interpreter_equals_reference(dtype: str, seeds: int) -> None:
     _interpret(dtype, 0, seeds)
 
