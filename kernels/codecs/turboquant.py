@@ -21,6 +21,7 @@ from kernels.codecs.packing import lookup, pack, packed_bytes, run_table
 NORM_BYTES = 2
 ROUNDING = 2.0**-8  # what rounding to bf16 may change of a vector, in shares of its length
 SETTLE_STEPS_MAX = 64
+CENTROID_STEPS = 1 << 13  # of a unit
 GRID_STEPS, GRID_END = 16, 4  # steps of a unit; beyond the end lies no boundary
 
 
@@ -49,10 +50,15 @@ class TurboVectors:
         self._returns_as = returns_as
         book = lloyd_max(bits)
         self._stretches = book.scale_range(ROUNDING * dim**0.5)
-        self.centroids = torch.tensor(book.centroids, device=device)  # float32 [2 ** bits]
+        # float32 [2 ** bits]; of few bits, so that sums of `dim` of them are exact in float32 too.
+        self.centroids = torch.tensor(
+            [round(centroid * CENTROID_STEPS) / CENTROID_STEPS for centroid in book.centroids],
+            device=device,
+        )
         self._below, self._next = _grid(book, device)
         self._table = run_table(self.centroids, bits)
         self._mixing = mixing(dim, seed).to(device)
+        self._back = self._mixing.T.float()
         self.rotation: torch.Tensor = (self._mixing / dim**0.5).float()  # float32 [dim, dim]
 
     def encode(self, vectors: torch.Tensor) -> torch.Tensor:
@@ -65,7 +71,7 @@ class TurboVectors:
         length = _length(exact)
         norm = _stored(length)
         live = norm > 0
-        normal = torch.where(live, (exact @ self._mixing) / length, 0.0).float()
+        normal = torch.where(live, (exact @ self._mixing).float() / length.float(), 0.0)
         indices = self._nearest(normal)
         if settles:
             indices = self._settled(indices, live)
@@ -88,8 +94,7 @@ class TurboVectors:
     def _restored(self, codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Codewords in the model's basis, float32 [..., dim], and their length [..., 1]."""
         values, _ = self._codewords(codes)
-        exact = values.double()
-        return (exact @ self._mixing.T).float(), (_length(exact) * self.dim**0.5).float()
+        return values @ self._back, (_length(values.double()) * self.dim**0.5).float()
 
     def _codewords(self, codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Centroids [..., dim] and their vector's length [..., 1]."""
@@ -126,13 +131,19 @@ class TurboVectors:
         make of it.
         """
         low, high = self._stretches
+        flat, left = indices.view(-1, self.dim), live.view(-1)
+        rows = torch.arange(len(flat), device=flat.device)
         for _ in range(SETTLE_STEPS_MAX):
-            values = self.centroids.index_select(0, indices.view(-1)).view(indices.shape)
-            stretch = values.square().mean(-1, keepdim=True).rsqrt()
-            wrong = (live & ~((stretch >= low) & (stretch <= high))).squeeze(-1)
+            values = self.centroids.index_select(0, flat[rows].view(-1)).view(-1, self.dim)
+            stretch = values.square().mean(-1).rsqrt()
+            wrong = left & ~((stretch >= low) & (stretch <= high))
             if not bool(wrong.any()):
                 break
-            indices[wrong] = self._nearest((values * stretch)[wrong])
+            found = self._nearest(values[wrong] * stretch[wrong, None])
+            rows = rows[wrong]
+            moved = (found != flat[rows]).any(-1)  # others lie near an edge and stay where they are
+            rows = rows[moved]
+            flat[rows], left = found[moved], torch.ones_like(rows, dtype=torch.bool)
         return indices
 
     def _with_settled_norms(self, codes: torch.Tensor) -> torch.Tensor:
@@ -172,7 +183,8 @@ def _grid(book: Codebook, device: torch.device | str) -> tuple[torch.Tensor, tor
 
 def _length(numbers: torch.Tensor) -> torch.Tensor:
     """[..., dim] -> [..., 1]. In float64 exact for numbers of bf16 and fp16, in any order."""
-    return torch.linalg.vector_norm(numbers, dim=-1, keepdim=True)
+    length: torch.Tensor = torch.linalg.vector_norm(numbers, dim=-1, keepdim=True)
+    return length
 
 
 def _stored(length: torch.Tensor) -> torch.Tensor:
