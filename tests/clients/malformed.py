@@ -1,4 +1,4 @@
-"""Schemathesis against the gateway before a scripted replica: it reads /openapi.json and makes bodies
+"""Schemathesis before a gateway and a scripted replica: it reads /openapi.json and makes bodies
 that are right and bodies that are wrong by it. What it must find: no 5xx, no answer beside the
 description, 4xx for whatever the description refuses, and nothing left behind.
 
