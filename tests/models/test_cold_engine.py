@@ -43,7 +43,7 @@ def inexact(spec: ModelSpec) -> ModelSpec:
 
 @pytest.mark.parametrize("codec", ["none", "fp8"])
 def test_a_prefix_comes_back_through_the_codec(tmp_path: Path, codec: str) -> None:
-    config = config_of("llama")
+    config = config_of("untied")  # a tied one of random weights is too sure of itself to show it
     model = compiled(config, random_weights(config, torch.bfloat16))
     store = open_tiers(replica(tmp_path, codec), inexact(model.spec))
     assert store is not None
