@@ -43,7 +43,7 @@ def _throughput(run: Run, stages: Sequence[Stage]) -> Plot:
         points = [point for points in of_stages for point in points]
         title = "Throughput and latency, per part of the run"
     in_ms = [(rate, 1e3 * at_s) for rate, at_s in points]
-    series = Series("", in_ms, dots=len(stages) < 2)
+    series = Series("", in_ms, dots=len(stages) < 2, marks=True)
     return Plot(title, "output tokens/s", "TTFT p50 from the intended time, ms", [series])
 
 

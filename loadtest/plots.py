@@ -26,11 +26,13 @@ LOG_SPAN_MIN = 20.0  # a smaller range is read more easily on a linear scale
 
 @dataclass(frozen=True)
 class Series:
-    """A line, or dots, with its label. Points are (x, y), in the order in which they are joined."""
+    """A line, or dots, with its label; `marks` are dots on a line. Points are (x, y), in the order
+    in which they are joined."""
 
     label: str
     points: Sequence[tuple[float, float]]
     dots: bool = False
+    marks: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,15 +134,16 @@ def _grid(x_axis: _Axis, y_axis: _Axis) -> list[str]:
 
 def _line(series: Series, x_axis: _Axis, y_axis: _Axis, colour: str) -> str:
     points = [(x_axis.px(x), y_axis.px(min(y, y_axis.high))) for x, y in series.points]
+    marks = "".join(
+        f"<circle cx='{x:.1f}' cy='{y:.1f}' r='3.5' fill='{colour}'/>" for x, y in points
+    )
     if series.dots or len(points) == 1:
-        return "".join(
-            f"<circle cx='{x:.1f}' cy='{y:.1f}' r='3.5' fill='{colour}'/>" for x, y in points
-        )
+        return marks
     joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     return (
         f"<polyline points='{joined}' fill='none' stroke='{colour}' stroke-width='1.8' "
         "stroke-linejoin='round'/>"
-    )
+    ) + (marks if series.marks else "")
 
 
 def _legend(series: Sequence[Series]) -> list[str]:
