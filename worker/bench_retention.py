@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,12 +47,12 @@ PLAIN = "none"
 POLICIES = (
     PLAIN,
     "streaming:window={budget},interval={interval}",
-    "triattention:budget={budget},interval={interval},window={window}",
+    "triattention:budget={budget},interval={interval},window={window},band=0",
     "triattention:budget={budget},interval={interval},window={window},band=0.1",
     "triattention:budget={budget},interval={interval},window={window},band=0.3",
-    "triattention:budget={budget},interval={interval},window={window},select=head",
+    "triattention:budget={budget},interval={interval},window={window},select=head,band=0",
     "triattention:budget={budget},interval={interval},window={window},select=head,band=0.3",
-    "snapkv:budget={budget},interval={interval},window={window}",
+    "snapkv:budget={budget},interval={interval},window={queries}",
 )
 
 
@@ -198,12 +199,14 @@ def main() -> None:
     whole = reader.read(ids, options.prompt, None)
     report = Report()
     for template in POLICIES:
-        name = template.format(**vars(options))
+        queries = min(options.window, options.interval)
+        name = template.format(**vars(options), queries=queries)
         if "triattention" in name and known is None:
             continue
         read = reader.read(ids, options.prompt, policies.make(name))
         for row in rows_of(name, read, whole):
             report.add(row)
+            print(f"{row.name}: {row.value:.4g} {row.unit}", file=sys.stderr, flush=True)
     report.show(options.json)
 
 
