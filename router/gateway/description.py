@@ -159,7 +159,7 @@ def _schemas() -> dict[str, Schema]:
 
 def _answers(description: str, *media: str) -> Schema:
     """200 and every error that a path may answer with."""
-    content = {name: {} for name in media or ("application/json",)}
+    content: Schema = {name: {} for name in media or ("application/json",)}
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     errors = {status: {"description": text, "content": error} for status, text in _ERRORS.items()}
     return {"200": {"description": description, "content": content}} | errors
