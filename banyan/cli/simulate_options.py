@@ -51,6 +51,7 @@ def simulate(
     """Simulate a cluster: policies, replicas, routers and tiers on a trace, without any model."""
     from banyan.cli import simulate as command
     from banyan.cli import talk
+    from simulate.outcome import Slo
 
     if record:
         command.record(talk.Target(name, address, api_key, 0.0), record)
@@ -59,7 +60,7 @@ def simulate(
         trace=trace, requests=requests, replicas=replicas, routers=routers, policies=policies,
         loads=tuple(load or ()), rate=rate, saturation=saturation, seeds=seeds, capacity=capacity,
         host=host, wrong_prefill=wrong_prefill, wrong_step=wrong_step, kill=tuple(kill or ()),
-        join=tuple(join or ()), what_if=what_if, run=fit, slo=command.Slo(slo_ttft, slo_itl),
+        join=tuple(join or ()), what_if=what_if, run=fit, slo=Slo(slo_ttft, slo_itl),
         jobs=jobs, json_file=json_file, page=plot, more=more,
     )  # fmt: skip
     command.run(asked)
