@@ -59,8 +59,10 @@ def test_a_replica_that_dies_loses_no_request() -> None:
     workload = small_chats(users=80, rate=20.0)
     outcome = run("cost", small_setup(deaths=((1.0, 0), (2.0, 1))), workload)
     assert len(outcome.good) == len(workload.requests)
-    moved = [record for record in outcome.records if record.left]
-    assert moved and all(r.replica in ("replica-2", "replica-3") for r in moved)
+    assert any(record.left for record in outcome.records)
+    for name, died_s in (("replica-0", 1.0), ("replica-1", 2.0)):
+        ended = [r.last_s for r in outcome.records if r.replica == name]
+        assert all(last_s is not None and last_s <= died_s + 0.001 for last_s in ended)
     late = [r for r in outcome.records if r.arrived_s > 2.01]
     assert {r.replica for r in late} == {"replica-2", "replica-3"}
 
