@@ -52,7 +52,6 @@ def simulate(
     from banyan.cli import simulate as command
     from banyan.cli import talk
     from simulate.outcome import Slo
-    from simulate.outcome import Slo
 
     if record:
         command.record(talk.Target(name, address, api_key, 0.0), record)
