@@ -1,5 +1,5 @@
 # `make run` and `make test` do all their own set-up; both are safe to repeat and quick the second time.
-.PHONY: run test check soak stubs format clean help
+.PHONY: run test clients check soak stubs format clean help
 .DEFAULT_GOAL := help
 
 VENV := .venv
@@ -9,6 +9,7 @@ STAMP := $(VENV)/.installed
 help:
 	@echo "make run    a cluster on this machine: two replicas, a real model, cached tokens"
 	@echo "make test   all tests (no GPU, no network beyond the package index)"
+	@echo "make clients  aiperf, guidellm, schemathesis and others against a live cluster (docs/clients.md)"
 	@echo "make check  ruff, mypy --strict, stubs, import direction, style"
 	@echo "make soak   the full sizes of the fault scenarios (hours)"
 
@@ -29,6 +30,9 @@ model: $(STAMP)
 
 test: model
 	@$(PY) -m pytest -m 'not soak' --durations=15
+
+clients: model
+	@$(PY) tests/clients/run.py
 
 soak: model
 	@$(PY) -m pytest -m soak --timeout=0

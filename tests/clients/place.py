@@ -104,7 +104,7 @@ def cluster() -> Iterator[list[str]]:
 
 
 def own_bench(url: str, arguments: Sequence[str], folder: Path) -> Path:
-    """`banyan bench run` over HTTP; the records that it wrote. Raises NotRun."""
+    """`banyan bench run` over HTTP; the file of records that it wrote. Raises NotRun."""
     out = folder / "own"
     _banyan("bench", "run", *arguments, "--target", f"{url}/v1", "--out", str(out))
     return out / "requests.jsonl"

@@ -22,6 +22,7 @@ import aiperf
 import fronts
 import guidellm
 import malformed
+import sglang_bench
 from base import Client, Said, Site
 from place import HOME, NotRun, call_client, cluster, hub, installed, own_bench
 from witness import Witness
@@ -32,7 +33,7 @@ from loadtest.records import Record, read_run
 from seams.bench import Report, Row
 
 AGREE = 0.05
-CLIENTS = (aiperf.SYNTHETIC_POOL, aiperf.MOONCAKE, guidellm.POISSON)
+CLIENTS = (aiperf.SYNTHETIC_POOL, aiperf.MOONCAKE, guidellm.POISSON, sglang_bench.SHARED_PREFIX)
 WITNESS, OURS = "same requests", "our bench"
 
 

@@ -55,7 +55,7 @@ class Witness:
 
     def __init__(self, host: str, port: int) -> None:
         self._there = (host, port)
-        self._wires: list[list[Passed]] = []
+        self._wires: list[tuple[float, list[Passed]]] = []  # when it was opened, what passed
         self._server: asyncio.Server | None = None
 
     async def __aenter__(self) -> Witness:
@@ -74,18 +74,18 @@ class Witness:
 
     def records(self) -> list[Record]:
         """Streamed generations that have ended, in the order in which they were sent."""
-        found = [one for wire in self._wires for one in exchanges(wire) if one.end_s]
-        streamed = [one for one in found if one.path in GENERATE and one.events]
+        found = [one for at_s, wire in self._wires for one in exchanges(wire, at_s)]
+        streamed = [one for one in found if one.path in GENERATE and one.events and one.end_s]
         return [record_of(one) for one in sorted(streamed, key=lambda one: one.sent_s)]
 
     def refused(self) -> list[int]:
         """Statuses of generations that were not answered with 200."""
-        found = [one for wire in self._wires for one in exchanges(wire)]
+        found = [one for at_s, wire in self._wires for one in exchanges(wire, at_s)]
         return [one.status for one in found if one.path in GENERATE and one.status not in (0, 200)]
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         wire: list[Passed] = []
-        self._wires.append(wire)
+        self._wires.append((time.monotonic(), wire))
         there_reader, there_writer = await asyncio.open_connection(*self._there)
         try:
             async with asyncio.TaskGroup() as both:
@@ -108,10 +108,13 @@ async def _pass(
     wire.append(Passed(time.monotonic(), asked, b""))
 
 
-def exchanges(wire: list[Passed]) -> Iterator[Exchange]:
-    """The requests of one connection, one after the other. Those without an end have `end_s` 0."""
+def exchanges(wire: list[Passed], opened_s: float) -> Iterator[Exchange]:
+    """The requests of one connection, one after the other. Those without an end have `end_s` 0.
+    The first was sent when the connection was opened, since clients open one for a request and
+    have started their clock by then, as our load generator has."""
     asks, answers = h11.Connection(h11.SERVER), h11.Connection(h11.CLIENT)
     now: Exchange | None = None
+    first = True
     for passed in wire:
         here, there = (asks, answers) if passed.asked else (answers, asks)
         here.receive_data(passed.data)
@@ -120,7 +123,8 @@ def exchanges(wire: list[Passed]) -> Iterator[Exchange]:
                 break
             there.send(event)  # keeps the other side's machine in step
             if isinstance(event, h11.Request):
-                now = Exchange(event.target.decode().partition("?")[0], passed.at_s)
+                path = event.target.decode().partition("?")[0]
+                now, first = Exchange(path, opened_s if first else passed.at_s), False
             elif now is not None and isinstance(event, h11.Response):
                 now.status = event.status_code
             elif now is not None and isinstance(event, h11.Data) and not passed.asked:
@@ -138,15 +142,19 @@ def exchanges(wire: list[Passed]) -> Iterator[Exchange]:
 
 
 def record_of(exchange: Exchange) -> Record:
-    """As the load generator would have written it. Raises ValueError for what is no stream of
-    OpenAI's."""
+    """As the load generator would have written it. A client that asks for no usage gets none: its
+    output tokens are then the messages that brought text. Raises ValueError for what is no stream
+    of OpenAI's."""
     usage: dict[str, Any] = {}
     chunks_s: list[float] = []
+    brought, whole = 0, False
     for at_s, payload in exchange.events:
         if payload == DONE:
+            whole = True
             continue
         chunk = json.loads(payload)
         usage = chunk.get("usage") or usage
+        brought += _brought(chunk)
         if _brought(chunk) and (not chunks_s or chunks_s[-1] != at_s - exchange.sent_s):
             chunks_s.append(at_s - exchange.sent_s)
     details = usage.get("prompt_tokens_details") or {}
@@ -155,8 +163,8 @@ def record_of(exchange: Exchange) -> Record:
         intended_s=exchange.sent_s, sent_s=exchange.sent_s, end_s=exchange.end_s,
         chunks_s=tuple(chunks_s), prompt_tokens=usage.get("prompt_tokens", 0),
         cached_tokens=details.get("cached_tokens"),
-        output_tokens=usage.get("completion_tokens", 0),
-        status=OK if exchange.status == 200 and usage else f"HTTP {exchange.status}",
+        output_tokens=usage.get("completion_tokens", brought),
+        status=OK if exchange.status == 200 and whole else f"HTTP {exchange.status}",
     )  # fmt: skip
 
 
