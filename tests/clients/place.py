@@ -97,7 +97,8 @@ def cluster() -> Iterator[list[str]]:
     ports = ("--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--timeout-s", "600")
     try:
         said = _banyan("up", "--name", CLUSTER, *options, *ports, "--json")
-        routers = json.loads(said[said.index("{") :])["routers"]
+        record, _ = json.JSONDecoder().raw_decode(said, said.index("{\n"))
+        routers = record["routers"]
         yield [f"http://{router['http']}" for router in routers]
     finally:
         _banyan("down", "--name", CLUSTER)

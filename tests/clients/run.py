@@ -172,8 +172,11 @@ def main() -> int:
         if given.url:
             wrong += _live(given.url, wanted, report)
         else:
-            with cluster() as urls:
-                wrong += _live(urls, wanted, report)
+            try:
+                with cluster() as urls:
+                    wrong += _live(urls, wanted, report)
+            except NotRun as error:
+                wrong.append(f"The cluster: {error}")
     report.show(given.json)
     print("\n".join(wrong))
     return 1 if wrong else 0
