@@ -46,7 +46,11 @@ class _Prompt:
 
 def record(addresses: Sequence[str], api_key: str | None, load: Load, path: Path) -> int:
     """Send everything, write the run to `path`; returns how many requests it has. Raises what the
-    cluster answers."""
+    cluster answers, and InvalidRequest before that if `path` cannot be written."""
+    try:
+        path.touch()
+    except OSError as error:
+        raise InvalidRequest(f"{path} cannot be written: {error.strerror}.") from None
     written = asyncio.run(_record(list(addresses), api_key, load))
     path.write_text(json.dumps(written) + "\n")
     return len(written["requests"])

@@ -120,26 +120,29 @@ def latencies(records: Sequence[Record]) -> dict[str, list[float]]:
 
 
 def meets(record: Record, slo: Slo) -> bool:
-    """Whether a request held every objective. `itl` means its longest gap; what an answer of one
-    token has no gap for is held."""
+    """Whether a request held every objective. `itl` means its longest gap; an answer of one token
+    has none and holds it. One of several tokens that came in one piece is held to its whole time:
+    nobody saw its gaps."""
     if not record.ok:
         return False
     e2e_s = from_intended_s(record, record.e2e_s)
     ttft_s = from_intended_s(record, record.ttft_s)
+    tpot_s, itl_s = record.tpot_s, max(record.itls_s, default=None)
+    if record.output_tokens > 1 and itl_s is None and e2e_s is not None:
+        tpot_s, itl_s = e2e_s / (record.output_tokens - 1), e2e_s
     needed = {
         "ttft": e2e_s if ttft_s is None else ttft_s,
         "e2e": e2e_s,
-        "tpot": record.tpot_s,
-        "itl": max(record.itls_s, default=None),
+        "tpot": tpot_s,
+        "itl": itl_s,
     }
     return all((value := needed[metric]) is None or value <= slo[metric] for metric in slo)
 
 
 def wall_s(records: Sequence[Record]) -> float:
-    """From the first intended request to the last end; 0 for none."""
-    if not records:
-        return 0.0
-    return max(r.end_s for r in records) - min(r.intended_s for r in records)
+    """From the first intended request to the last end of one that was sent; 0 for none."""
+    ends_s = [record.end_s for record in records if record.sent_s is not None]
+    return max(ends_s) - min(record.intended_s for record in records) if ends_s else 0.0
 
 
 def per_s(amount: float, seconds: float) -> float:

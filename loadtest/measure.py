@@ -139,7 +139,8 @@ def _made(workload: Workload, count: int) -> list[Session]:
 def header(
     plan: Plan, target: Target, machine: dict[str, Any], command: str, started: str
 ) -> dict[str, Any]:
-    """What a run's records begin with. No address, no key and no path is in it."""
+    """What a run's records begin with. Addresses and paths are in it where `command` names them; no
+    key is."""
     return {
         "started": started,
         "command": command,

@@ -9,12 +9,14 @@ wait have had none yet; how much of such tokens is usually computed, the own boo
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from banyan.v1 import common_pb2, internal_pb2
 
 HEAD_SHARE = 0.5  # of its replica's time, for the first in line: others and decoding have the rest
 USUAL_WEIGHT = 0.1  # of the newest prompt
+LINE_MAX = 64  # prompts in line that are looked at one by one
 
 
 class Line(NamedTuple):
@@ -103,17 +105,24 @@ class Workload:
         self.reports += 1
 
     def line(self, tokens: int, seconds_per_token: float, now_s: float) -> Line:
-        """What a prompt that has `tokens` to compute finds. O(prompts in line).
+        """What a prompt that has `tokens` to compute finds. Looks at LINE_MAX prompts in line and
+        takes those behind them for as long as their mean.
 
         The scheduler gives the oldest prompt half of each step and the other half to shorter ones:
         of a longer one, about as much comes before the new one as that is long itself.
         """
         before, longer = 0.0, 0
         done = HEAD_SHARE * max(0.0, now_s - self.head_started_s) / seconds_per_token
-        for booking in self.prefilling.values():  # the first is under way
+        seen_tokens = 0
+        for booking in islice(self.prefilling.values(), LINE_MAX):  # the first is under way
+            seen_tokens += booking.prefill_tokens
             left, done = max(0.0, booking.prefill_tokens - done), 0.0
             before += min(left, tokens)
             longer += left > tokens
+        if (behind := len(self.prefilling) - LINE_MAX) > 0:
+            left = (self.prefill_tokens - seen_tokens) / behind
+            before += behind * min(left, tokens)
+            longer += behind if left > tokens else 0
         if self.foreign_tokens:
             left = self.foreign_tokens / self.foreign_prompts
             before += self.foreign_prompts * min(left, tokens)

@@ -23,7 +23,8 @@ def rows_of(summaries: Sequence[Summary], *, more: bool = False) -> Iterator[Row
         here = [summary for summary in summaries if summary.label == label]
         suffix = f"_{label}" if len(labels) > 1 and label else ""
         for summary in here:
-            for name in (*HEADLINE, *MORE) if more else HEADLINE:
+            failed = ("failed",) if "failed" in summary.figures and summary.value("failed") else ()
+            for name in (*HEADLINE, *MORE) if more else (*HEADLINE, *failed):
                 yield _row(summary, name, suffix, here)
 
 

@@ -95,7 +95,9 @@ def bench(
     }  # fmt: skip
     options = {flag: str(value) for flag, value in given.items() if value is not None}
     if context.invoked_subcommand is not None:
-        if options or address:
+        sources = [context.get_parameter_source(option) for option in ("name", "api_key")]
+        early = any(source is not None and source.name == "COMMANDLINE" for source in sources)
+        if options or address or early:
             word = context.invoked_subcommand
             raise InvalidRequest(f"Give the options of bench {word} after the word {word}.")
         return

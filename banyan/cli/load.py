@@ -136,7 +136,7 @@ def run(asked_plan: Plan, asked: Asked, out: str, json_file: str) -> None:
         output.console.print(f"Report: {folder / files.PAGE}", markup=False, soft_wrap=True)
     if json_file:
         _write_json(json_file, files.as_json(measured))
-    if not any(record.ok for record in measured.records):
+    if not any(record.ok for record in measured.records if not record.warmup):
         raise NoReplica("No request was answered.")
 
 
@@ -189,7 +189,7 @@ def _show(measured: Run) -> None:
     output.table("", heads, rows)
     if words := page.verdict(measured):
         output.console.print(words)
-    for status, count, said in page.failures(measured.records):
+    for status, count, said in page.failures([r for r in measured.records if not r.warmup]):
         output.console.print(f"{count} x {status}: {said}", markup=False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -115,22 +116,29 @@ def _workload(asked: Asked) -> Workload:
 def _setup(asked: Asked, workload: Workload) -> Setup:
     if asked.replicas < 1 or asked.routers < 1 or asked.seeds < 1 or asked.capacity <= 0:
         raise InvalidRequest("Replicas, routers, seeds and the capacity must be above zero.")
+    if asked.jobs < 1 or not all(load > 0 for load in asked.loads):
+        raise InvalidRequest("Loads and the number of jobs must be above zero.")
+    if not (asked.rate >= 0 and asked.saturation >= 0 and asked.host >= 0):
+        raise InvalidRequest("A rate, the saturation and the host tier cannot be below zero.")
     unique = workload.unique_blocks()
     longest = max(request.prompt_tokens + request.output_tokens for request in workload.requests)
     least = -(-longest // workload.grain.block_tokens) + 2
     blocks = max(least, round(asked.capacity * unique / asked.replicas))
     host = round(asked.host * unique / asked.replicas)
     shape = Shape(blocks, workload.grain, host_blocks=host)
-    deaths = tuple(_death(text) for text in asked.kill)
+    deaths = tuple(_death(text, asked.replicas + len(asked.join)) for text in asked.kill)
     return Setup(shape, asked.replicas, asked.routers, deaths=deaths, joins=asked.join)
 
 
-def _death(text: str) -> tuple[float, int]:
+def _death(text: str, replicas: int) -> tuple[float, int]:
     at, _, number = text.partition(":")
     try:
-        return float(at), int(number)
+        found = float(at), int(number)
     except ValueError:
         raise InvalidRequest(f"{text} is not SECONDS:REPLICA, as in 120:0.") from None
+    if not (0 <= found[0] < math.inf and 0 <= found[1] < replicas):
+        raise InvalidRequest(f"{text} names no moment, or none of {replicas} replicas.")
+    return found
 
 
 def _rates(asked: Asked, runner: Runner, setup: Setup, report: Report) -> list[tuple[str, float]]:

@@ -2,7 +2,7 @@
 that are right and bodies that are wrong by it. What it must find: no 5xx, no answer beside the
 description, 4xx for whatever the description refuses, and nothing left behind.
 
-`python tests/clients/malformed.py --python VENV/bin/python --bodies 10000 --seed 1`
+`python tests/clients/malformed.py --python VENV/bin/python --folder RUN --bodies 10000 --seed 1`
 """
 
 from __future__ import annotations

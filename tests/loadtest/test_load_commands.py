@@ -128,6 +128,7 @@ def test_no_key_is_written_anywhere(there: Peer, tmp_path: Path, monkeypatch) ->
         (["run", "--form", "verse"], "--form must be chat, text or ids."),
         (["run"], "No cluster default is running: start one with `banyan up`."),
         (["run", "--target", "http"], "No cluster default is running"),
+        (["--name", "other", "run"], "Give the options of bench run after the word run."),
         (["--users", "3", "run"], "Give the options of bench run after the word run."),
         (["compare", "/no/a", "/no/b"], "/no/a cannot be read."),
         (["report", "/no/such"], "/no/such cannot be read."),

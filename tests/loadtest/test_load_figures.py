@@ -83,7 +83,8 @@ def test_figures_computed_by_other_code(measured_run: tuple[Run, Path]) -> None:
         for share in (50, 90, 95, 99):
             wanted = 1e3 * float(np.percentile(values, share))
             assert rows[f"{name}_p{share}"] == pytest.approx(wanted, rel=1e-9), name
-    wall_s = max(line["end_s"] for line in every) - min(line["intended_s"] for line in every)
+    sent = [line for line in every if line["sent_s"] is not None]
+    wall_s = max(line["end_s"] for line in sent) - min(line["intended_s"] for line in every)
     prompt = sum(line["prompt_tokens"] for line in good)
     output = sum(line["output_tokens"] for line in good)
     assert rows["wall"] == pytest.approx(wall_s)
@@ -163,6 +164,18 @@ def test_an_objective_counts_from_the_intended_time() -> None:
     alone = record(chunks_s=(0.5,), output_tokens=1)
     assert figures.meets(alone, {"tpot": 1e-9, "itl": 1e-9})
     assert not figures.meets(record(chunks_s=(), output_tokens=0), {"ttft": 1.9})
+
+
+def test_an_answer_in_one_piece_is_held_to_its_whole_time() -> None:
+    whole = record(chunks_s=(1.5,), output_tokens=3)  # e2e 2.0 from the intended time
+    assert figures.meets(whole, {"tpot": 1.0}) and not figures.meets(whole, {"tpot": 0.99})
+    assert figures.meets(whole, {"itl": 2.0}) and not figures.meets(whole, {"itl": 1.9})
+
+
+def test_what_was_never_sent_takes_no_time() -> None:
+    never = record(intended_s=300.0, sent_s=None, end_s=300.0, chunks_s=(), status="SKIPPED")
+    assert figures.wall_s([record(), never]) == 2.0
+    assert figures.wall_s([never]) == 0.0
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 100, 1001])

@@ -48,7 +48,12 @@ def test_the_command_prints_rows_and_writes_them(tmp_path: Path) -> None:
         (["--policies", "fastest"], "no policy fastest"),
         (["--trace", "nowhere.jsonl"], "no trace"),
         (["--kill", "soon"], "SECONDS:REPLICA"),
+        (["--kill", "120:9"], "none of 8 replicas"),
+        (["--kill", "nan:0"], "no moment"),
         (["--replicas", "0"], "above zero"),
+        (["--load", "-1"], "above zero"),
+        (["--jobs", "0"], "above zero"),
+        (["--rate", "-1"], "below zero"),
         (["--fit", "nowhere.json"], "no recorded run"),
     ],
 )
