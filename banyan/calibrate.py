@@ -17,6 +17,8 @@ def calibrate(model: str, text: Path, out: Path, tokens_max: int, device: str = 
     from worker.models.load import load_model
     from worker.models.opening import open_model
 
+    if tokens_max < TOKENS_MIN:
+        raise LaunchError(f"A calibration needs {TOKENS_MIN} tokens of text or more.")
     ids = _token_ids(model, text)
     # torch, since it can be watched; float32 on a CPU, the stored dtype on a GPU
     config = ReplicaConfig(

@@ -45,7 +45,12 @@ def mixing(dim: int, seed: int) -> torch.Tensor:
     For a power of two all are 1 or -1, so that sums of bf16 or fp16 numbers in float64 are exact
     and do not depend on the order, hence on what else is in a batch.
     """
+    return signs(dim, seed).unsqueeze(1) * unsigned_mixing(dim)
+
+
+def unsigned_mixing(dim: int) -> torch.Tensor:
+    """The same without signs: symmetric, and its square is dim times the identity."""
     odd = dim
     while odd % 2 == 0:
         odd //= 2
-    return signs(dim, seed).unsqueeze(1) * torch.kron(sylvester(dim // odd), hartley(odd))
+    return torch.kron(sylvester(dim // odd), hartley(odd))

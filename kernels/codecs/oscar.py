@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.codecs.base import KVCodec, LayerCodec
-from kernels.codecs.hadamard import sylvester
+from kernels.codecs.hadamard import unsigned_mixing
 from kernels.codecs.uniform import UniformVectors
 
 BITS = 2
@@ -44,14 +44,15 @@ def fit_rotation(moment: torch.Tensor) -> torch.Tensor:
     """Second moments float64 [..., dim, dim] -> rotation float32 of the same shape.
 
     Eigenvectors by descending eigenvalue, then Hadamard: then every coordinate's mean square is the
-    trace over dim. dim must be a power of two.
+    trace over dim (about so for a dim that is no power of two, mixed by Hartley's matrix too).
     """
     vectors = torch.linalg.eigh(moment).eigenvectors.flip(-1)
     # An eigenvector's sign is anybody's choice: the largest number of each is made positive.
     largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))
     vectors = vectors * torch.where(largest < 0, -1.0, 1.0)
     dim = moment.shape[-1]
-    rotation: torch.Tensor = vectors @ sylvester(dim).to(moment.device) / dim**0.5
+    mixed = vectors @ unsigned_mixing(dim).to(moment.device)
+    rotation: torch.Tensor = mixed / dim**0.5
     return rotation.float()
 
 

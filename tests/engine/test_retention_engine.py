@@ -17,6 +17,7 @@ from kvstore.tiers.host import HostTier
 from seams.errors import InternalError, InvalidRequest, LaunchError, OutOfBlocks
 from worker.engine.core import EngineCore
 from worker.engine.messages import Compacted, Finish
+from worker.engine.pruning import ROUNDS_MAX
 from worker.engine.retention.base import Quota
 from worker.engine.retention.policies import Policies
 from worker.models.fake import fake_model
@@ -235,6 +236,31 @@ def test_a_prompt_longer_than_the_pool_is_served_where_prompts_are_pruned() -> N
     assert len(rig.output("long")) == len(rig.output("short")) == 40
     assert isinstance(rig.last("whole").error, OutOfBlocks)
     rig.assert_exact("long", "short")
+
+
+def test_choices_of_a_pruned_prompt_hold_what_they_hold() -> None:
+    """A fork of a prompt that lost blocks shares those that are left, and admission counts so."""
+    rig = PrunedRig(SINKS, blocks=60, step_tokens_max=16)
+    rig.submit(request("many", tokens(200), 24, n=3))
+    held = []
+    while rig.core.has_work():
+        rig.step()
+        held += [rig.core.memory.held_alone(s, 0) for s in rig.core.scheduler.running]
+    assert held and min(held) >= 0
+    rig.assert_exact()
+
+
+def test_many_rounds_in_one_step_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choices fork at one length, so all are due at once."""
+    rig = PrunedRig(SUFFIX, blocks=200)
+    rig.submit(request("many", tokens(9), 60, n=8))
+    total, most = rig.core._pruner.compactor.total, 0
+    while rig.core.has_work():
+        before = total.rounds
+        rig.step()
+        most = max(most, total.rounds - before)
+    assert most == ROUNDS_MAX
+    rig.assert_exact()
 
 
 def test_a_failing_round_ends_its_request_alone(caplog: pytest.LogCaptureFixture) -> None:

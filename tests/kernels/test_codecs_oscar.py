@@ -54,6 +54,11 @@ def test_every_coordinate_has_the_same_energy_afterwards() -> None:
     assert float((plain / mean).max()) > 1.5, "it was not so before"
 
 
+def test_a_head_width_that_is_no_power_of_two_has_a_rotation_too() -> None:
+    rotation = fit_rotation(torch.diag(torch.arange(1.0, 97.0, dtype=torch.float64)))
+    assert torch.allclose(rotation @ rotation.T, torch.eye(96), atol=1e-5)
+
+
 def test_queries_of_a_group_are_pooled_by_their_kv_head() -> None:
     queries = activations(4)
     mine = queries[:, :GROUP].flatten(0, 1)

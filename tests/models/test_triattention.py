@@ -210,6 +210,16 @@ def test_a_calibration_is_a_file_of_one_model(tmp_path: Path) -> None:
         given.save(tmp_path / "nowhere" / "c")
 
 
+def test_a_round_comes_no_oftener_than_its_cost_allows() -> None:
+    config = config_of("qwen3")
+    spec = in_torch(config, random_weights(config, torch.float32)).spec
+    policies = Policies(spec, statistics=statistics())
+    eager = policies.make("triattention:budget=6400,interval=16")
+    rare = policies.make("triattention:budget=64,interval=128")
+    assert eager is not None and eager.quota.interval_tokens >= 400
+    assert rare is not None and rare.quota.interval_tokens == 128
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [

@@ -105,7 +105,8 @@ class Forecast:
             return 0
         most = blocks_for(min(retained.limit, sequence.pending + sequence.stored + left), size)
         own = max(0, most - sequence.shared)
-        return own + sequence.request.unforked * max(1, most - retained.fixed // size)
+        prompt = min(retained.fixed, sequence.request.spec.prompt_tokens)
+        return own + sequence.request.unforked * max(1, most - prompt // size)
 
     def _demands(self, sequence: Sequence, left: int) -> list[Demand]:
         """What it and its choices still to fork will occupy in a group without a window."""

@@ -55,11 +55,12 @@ class Compactor:
         assert kept.shape[1] == sequence.stored and len(kept) >= len(before)
         packing = pack(kept, retained.fixed, memory.block_tokens)
         copied = self._copied(sequence, packing)
-        fresh = memory.take(int(copied.sum()))
+        rows, sources, targets = _with_copies(packing, copied)
+        positions = _positions(packing, before, len(kept), memory.block_tokens)
+        fresh = memory.take(int(copied.sum()))  # last: nobody else would give them back
         if fresh is None:
             self.total.waited += 1
             return None
-        rows, sources, targets = _with_copies(packing, copied)
         return CompactionPlan(
             sequence=sequence,
             order=packing.order,
@@ -71,7 +72,7 @@ class Compactor:
             rows=rows,
             sources=sources,
             targets=targets,
-            positions=_positions(packing, before, len(kept), memory.block_tokens),
+            positions=positions,
             dropped=sequence.stored - packing.kept,
             moved_bytes=self._slot_bytes() * len(rows) // len(kept),
         )

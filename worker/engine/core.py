@@ -227,7 +227,8 @@ class EngineCore:
             self._tiers.rest(self.clock.now())
         for sequence in self.scheduler.take_stuck():
             error = OutOfBlocks("The request needs more memory than the replica has.")
-            self._end(sequence.request, Finish.ERROR, error)
+            if sequence.request.alive:
+                self._end(sequence.request, Finish.ERROR, error)
         if self._pruner is not None and self._pruner.failed:
             self._fail(sequence.request for sequence in self._pruner.take_failed())
         if scheduled is not None:
@@ -283,8 +284,9 @@ class EngineCore:
     def _fail(self, requests: Iterable[Request]) -> None:
         """End requests whose computed blocks cannot be trusted."""
         for request in dict.fromkeys(requests):
-            error = InternalError("The replica failed while computing the request.")
-            self._end(request, Finish.ERROR, error, keep=False)
+            if request.alive:  # it may have ended in this step, for another reason
+                error = InternalError("The replica failed while computing the request.")
+                self._end(request, Finish.ERROR, error, keep=False)
 
     def _commit(self, scheduled: Scheduled, drawn: list[Sampled]) -> int:
         """Take over what a step computed, row by row; a request that ended is passed over. `drawn`

@@ -353,7 +353,7 @@ class PagedMemory:
         child.computed, child.dropped = parent.computed, parent.dropped
         child.retained = None if parent.retained is None else parent.retained.fork()
         child.keys = list(parent.keys)
-        child.shared = parent.computed // self.block_tokens
+        child.shared = parent.stored // self.block_tokens
         child.stale_from = child.writable_to = parent.writable_to = 0
         for pool, table in zip(self.pools, child.tables, strict=True):
             pool.retain(table)

@@ -18,6 +18,8 @@ from worker.engine.request import Sequence
 from worker.engine.retention.base import Mask, PageView, Retained
 from worker.models.base import Model
 
+ROUNDS_MAX = 4  # in one step: more due ones wait for the next, and other requests do not for them
+
 _log = logging.getLogger(__name__)
 
 
@@ -32,6 +34,7 @@ class Pruner:
         self._memory, self._model = memory, model
         self.compactor = Compactor(memory, model)
         self.failed: list[Sequence] = []
+        self._rounds_left = ROUNDS_MAX
 
     def start(self, sequence: Sequence) -> None:
         """A sequence came into being; nothing of it is computed."""
@@ -41,11 +44,15 @@ class Pruner:
 
     def prune(self, running: Iterable[Sequence]) -> None:
         """Let all that are due have their round, where no block is lacking for it: what one gives
-        back, another may need in this step."""
+        back, another may need in this step. A step begins."""
+        self._rounds_left = ROUNDS_MAX
         for sequence in running:
-            retained = sequence.retained
-            if retained is not None and sequence.stored == retained.limit:
+            if self._due(sequence) and self._rounds_left:
                 self.room(sequence, 1)
+
+    def postponed(self, sequence: Sequence) -> bool:
+        """Whether its round is due and has to wait for the next step, as others had theirs."""
+        return not self._rounds_left and self._due(sequence)
 
     def room(self, sequence: Sequence, want: int) -> int:
         """How many of `want` tokens a sequence may have before its next round; one that is due has
@@ -55,6 +62,11 @@ class Pruner:
         if sequence.stored == retained.limit and not self._try(sequence, retained):
             return 0
         return min(want, retained.limit - sequence.stored)
+
+    @staticmethod
+    def _due(sequence: Sequence) -> bool:
+        retained = sequence.retained
+        return retained is not None and sequence.stored == retained.limit
 
     def take_failed(self) -> list[Sequence]:
         """`failed`, which is empty afterwards."""
@@ -82,6 +94,7 @@ class Pruner:
             compactor.abort(plan)
             raise
         compactor.commit(plan)
+        self._rounds_left -= 1
         return True
 
     def _choice(self, sequence: Sequence, retained: Retained) -> Mask:

@@ -286,6 +286,8 @@ class Scheduler:
             if want <= had:
                 return
             if self.pruner is not None and sequence.retained is not None:
+                if self.pruner.postponed(sequence):
+                    return
                 want = self.pruner.room(sequence, want)
                 if 0 < want <= had or sequence in self.pruner.failed:
                     return

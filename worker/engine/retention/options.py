@@ -30,13 +30,11 @@ class Options:
                 )
             self._left[key] = value
 
-    def count(self, key: str, default: int, least: int = 1) -> int:
-        """A whole number from `least` to COUNT_MAX."""
+    def count(self, key: str, default: int, least: int = 1, most: int = COUNT_MAX) -> int:
+        """A whole number from `least` to `most`."""
         text = self._left.pop(key, str(default))
-        if not (text.isascii() and text.isdigit() and least <= int(text) <= COUNT_MAX):
-            raise InvalidRequest(
-                f"{self.name}'s {key} is a whole number from {least} to {COUNT_MAX}."
-            )
+        if not (text.isascii() and text.isdigit() and least <= int(text) <= most):
+            raise InvalidRequest(f"{self.name}'s {key} is a whole number from {least} to {most}.")
         return int(text)
 
     def share(self, key: str, default: float) -> float:

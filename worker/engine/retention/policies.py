@@ -17,6 +17,9 @@ from worker.models.base import ModelSpec
 WINDOW_TOKENS, INTERVAL_TOKENS = 1024, 128
 BUDGET_TOKENS, PROTECTED_TOKENS, BAND = 2048, 128, 0.1
 SNAP_TOKENS, KERNEL_TOKENS = 32, 7
+SNAP_TOKENS_MAX = 128  # a float32 logit of every query head for each of them and each stored token
+KERNEL_TOKENS_MAX = 255
+INTERVAL_SHARE = 16  # of a scored budget: a round reads all that is stored
 
 
 class Policies:
@@ -77,11 +80,12 @@ class Policies:
         if not (self._readable and self._watched):
             raise InvalidRequest("snapkv needs a model that torch computes (--compute torch).")
         budget = options.count("budget", BUDGET_TOKENS)
-        interval = self._whole(options.count("interval", INTERVAL_TOKENS))
-        window = options.count("window", min(SNAP_TOKENS, budget - 1, interval))
+        interval = self._interval(options, budget)
+        default = min(SNAP_TOKENS, budget - 1, interval)
+        window = options.count("window", default, most=SNAP_TOKENS_MAX)
         if window >= budget or window > interval:
             raise InvalidRequest("snapkv's window is below its budget, and no more than interval.")
-        kernel = options.count("kernel", KERNEL_TOKENS)
+        kernel = options.count("kernel", KERNEL_TOKENS, most=KERNEL_TOKENS_MAX)
         if kernel % 2 == 0:
             raise InvalidRequest("snapkv's kernel is an odd number.")
         return SnapKV(Quota(budget, interval), window, kernel)
@@ -97,13 +101,18 @@ class Policies:
         if window >= budget:
             raise InvalidRequest("triattention's window is smaller than its budget.")
         return TriAttention(
-            quota=Quota(budget, self._whole(options.count("interval", INTERVAL_TOKENS))),
+            quota=Quota(budget, self._interval(options, budget)),
             centres=self._centres,
             calibration=self._statistics.hash,
             window_tokens=window,
             per_head=options.choice("select", ("union", "head")) == "head",
             band=options.share("band", BAND),
         )
+
+    def _interval(self, options: Options, budget: int) -> int:
+        """Of a policy that scores: so many tokens that a round's cost stays a share of theirs."""
+        asked = options.count("interval", INTERVAL_TOKENS)
+        return self._whole(max(asked, budget // INTERVAL_SHARE))
 
     def _whole(self, tokens: int) -> int:
         """Whole blocks: a round then frees what it drops, and sinks need no copy."""
