@@ -10,12 +10,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from typing import Any
 
-import numpy as np
 import torch
 from attention_cases import compare, make_case
-from triton.runtime import interpreter
+from row_sums import sum_rows_alike
 
 from kernels import row_plan, triton_invariant
 from kernels.attention import AttentionBatch, AttentionSpec
@@ -35,17 +33,6 @@ SPECS = {
     "capped": AttentionSpec(3, 1, 24, 16, 0.3, soft_cap=5.0),
     "group of 20 with sinks": AttentionSpec(20, 1, 16, 16, 0.3, sinks=torch.linspace(-1, 1, 20)),
 }
-
-
-def _dot(builder: object, a: Any, b: Any, d: Any, precision: object, imprecise: object) -> Any:
-    """The interpreter's product is a BLAS's, where a row of a tile may be summed in another order
-    than the row above it. A GPU does not; here each row is summed alike."""
-    product = np.einsum("ik,kj->ij", a.data.astype(d.data.dtype), b.data.astype(d.data.dtype))
-    return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
-
-
-interpreter.InterpreterBuilder.create_dot = _dot  # type: ignore[method-assign]
-
 Parts = list[tuple[int, int, int]]  # of a step: sequence, first position, end
 
 
@@ -180,6 +167,7 @@ def attention(dtype: str, wrong: list[str]) -> None:
 
 
 def main() -> None:
+    sum_rows_alike()
     dtype, first, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     wrong: list[str] = []
     report = {

@@ -31,7 +31,7 @@ def _interpret(dtype: str, first: int, count: int) -> None:
     environment = os.environ | {
         "TRITON_INTERPRET": "1",
         "TRITON_DEFAULT_FP_FUSION": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE), str(ROOT / "tests" / "shared")]),
     }
     script = str(HERE / "invariant_interpreted.py")
     command = [sys.executable, script, dtype, str(first), str(count)]

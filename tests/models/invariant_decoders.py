@@ -17,6 +17,7 @@ import torch
 from exact_runs import Ways, differences
 from model_stepper import Stepper, Stream, run_chunked
 from random_decoders import config_of, random_weights, token_ids
+from row_sums import sum_rows_alike
 from transformers_yardstick import Yardstick, load, reference_models, small_prompts
 
 from kernels.layout import DTYPES
@@ -169,6 +170,7 @@ def engine(dtype: str, kind: str) -> dict[str, list[str]]:
 
 
 def main() -> None:
+    sum_rows_alike()
     scene, given, *more = sys.argv[1:]
     with torch.inference_mode():
         if scene == "exact":

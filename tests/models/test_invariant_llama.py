@@ -47,7 +47,10 @@ def exact(tmp_path: Path, *given: str) -> None:
     assert report and not any(report.values()), report
 
 
-@pytest.mark.parametrize(("dtype", "kind"), [("fp32", "llama"), ("fp16", "everything")])
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [pytest.param("fp32", "llama", marks=pytest.mark.soak), ("fp16", "everything")],
+)  # nearly a minute each
 def test_a_request_in_any_company(tmp_path: Path, dtype: str, kind: str) -> None:
     exact(tmp_path, "exact", dtype, kind)
 
