@@ -12,7 +12,6 @@ HIGHER_IS_BETTER = {"goodput", "kept_share", "cached_share", "host_share"}
 HEADLINE = ("goodput", "ttft_mean", "ttft_p99", "cached_share", "imbalance", "imbalance_window")
 MORE = ("e2e_mean", "e2e_p99", "itl_mean", "itl_p99", "host_share", "blocks_used", "preemptions",
         "moved", "failed")  # fmt: skip
-LEVEL = 1.01  # within a hundredth of the best counts as first
 
 
 def rows_of(summaries: Sequence[Summary], *, more: bool = False) -> Iterator[Row]:
@@ -42,12 +41,3 @@ def best_of(summaries: Sequence[Summary], name: str) -> Summary:
     """Whoever is best in one figure."""
     choose = max if name in HIGHER_IS_BETTER else min
     return choose(summaries, key=lambda summary: summary.value(name))
-
-
-def is_first(summaries: Sequence[Summary], policy: str, name: str) -> bool:
-    """Whether `policy` is best, or within a hundredth of the best."""
-    ours = next(summary for summary in summaries if summary.policy == policy).value(name)
-    best = best_of(summaries, name).value(name)
-    if name in HIGHER_IS_BETTER:
-        return ours * LEVEL >= best
-    return ours <= best * LEVEL
