@@ -3,6 +3,7 @@
 import pytest
 import torch
 from codec_cases import relative_error
+from cold_trip import run
 
 from kernels.codecs.cold import TurboCold
 from kernels.layout import DTYPES, PageLayout
@@ -21,15 +22,6 @@ def random_block(layout: PageLayout, seed: int) -> torch.Tensor:
     count = layout.layers * layout.layer_elements
     sizes = torch.exp(1.5 * torch.randn(32, generator=generator)).repeat(count // 32)
     return (torch.randn(count, generator=generator) * sizes).to(DTYPES[layout.dtype])
-
-
-def run(codec: TurboCold, block: torch.Tensor) -> tuple[bytes, torch.Tensor]:
-    encoded = bytearray(codec.encoded_bytes)
-    data = bytearray(block.view(torch.uint8).numpy().tobytes())
-    codec.encode(memoryview(data), memoryview(encoded))
-    decoded = bytearray(len(data))
-    codec.decode(memoryview(encoded), memoryview(decoded))
-    return bytes(encoded), torch.frombuffer(decoded, dtype=block.dtype)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

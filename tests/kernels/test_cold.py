@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cold_trip import run
 
 from kernels.cold import Fp8Cold
 from kernels.layout import DTYPES, PageLayout
@@ -21,15 +22,6 @@ def random_block(layout: PageLayout, seed: int, scale: float) -> torch.Tensor:
     numbers = torch.randn(count, generator=generator)
     sizes = torch.exp(2 * torch.randn(count // 16, generator=generator)).repeat_interleave(16)
     return (numbers * sizes * scale).to(DTYPES[layout.dtype])
-
-
-def run(codec: Fp8Cold, block: torch.Tensor) -> tuple[bytes, torch.Tensor]:
-    encoded = bytearray(codec.encoded_bytes)
-    data = bytearray(block.view(torch.uint8).numpy().tobytes())
-    codec.encode(memoryview(data), memoryview(encoded))
-    decoded = bytearray(len(data))
-    codec.decode(memoryview(encoded), memoryview(decoded))
-    return bytes(encoded), torch.frombuffer(decoded, dtype=block.dtype)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
