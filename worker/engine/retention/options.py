@@ -3,11 +3,14 @@ no policy."""
 
 from __future__ import annotations
 
+import re
+
 from seams.errors import InvalidRequest
 
 NONE = "none"  # no policy
 REQUESTS = "requests"  # none but what requests ask for
-POLICIES = (NONE, REQUESTS, "streaming", "triattention", "snapkv")
+SCORED = ("triattention", "snapkv")  # by stored keys
+POLICIES = (NONE, REQUESTS, "streaming", *SCORED)
 
 TEXT_BYTES_MAX = 256
 COUNT_MAX = 1 << 20
@@ -20,6 +23,11 @@ class Options:
         """Raises InvalidRequest if it is not of that form."""
         if len(text.encode()) > TEXT_BYTES_MAX:
             raise InvalidRequest(f"A retention policy has at most {TEXT_BYTES_MAX} bytes.")
+        named = [word for word in re.findall("[a-z]+", text) if word in POLICIES]
+        if len(named) > 1:
+            raise InvalidRequest(
+                f"A request has one retention policy; this one names {named[0]} and {named[1]}."
+            )
         self.name, _, rest = text.partition(":")
         self._left: dict[str, str] = {}
         for part in rest.split(",") if rest else ():
