@@ -18,6 +18,8 @@ from typing import Protocol, runtime_checkable
 
 from kernels.cold import ColdCodec
 from kvstore.fetch import FETCH_S_MAX, LEVELS, Fetch, Level, Place, Row, TierOp
+from kvstore.groups import KVGroup
+from kvstore.objectnames import is_meta, is_part
 from kvstore.sinking import Sinker
 from kvstore.tiers.base import BlockName, Status, Tier, TierStats
 from kvstore.tiers.host import HostTier
@@ -76,12 +78,20 @@ class TieredStore:
         known = [name for name, found in zip(names, there, strict=True) if found]
         new = [(n, b) for n, b, found in zip(names, blocks, there, strict=True) if not found]
         self.host.touch(known)
-        encoded = [self._encoded(name.group, block) for name, block in new]
+        encoded = [self._encoded(name, block) for name, block in new]
         self.host.store([name for name, _ in new], encoded, FETCH_S_MAX)
         self._sinker.sink()
 
-    def _encoded(self, group: int, block: memoryview) -> memoryview:
-        codec = self._codecs.get(group)
+    def record_bytes(self, group: KVGroup) -> int:
+        """What one block of a group on one rank takes below the device, without headers."""
+        codec = self._codecs.get(group.id)
+        return group.block_bytes if codec is None else codec.encoded_bytes
+
+    def _codec(self, name: BlockName) -> ColdCodec | None:
+        return None if is_meta(name) else self._codecs.get(name.group)
+
+    def _encoded(self, name: BlockName, block: memoryview) -> memoryview:
+        codec = self._codec(name)
         if codec is None:
             return block
         encoded = memoryview(bytearray(codec.encoded_bytes))
@@ -285,25 +295,30 @@ class TieredStore:
         """Copy ready blocks from `block` on to the device, one view per block and rank; returns how
         many leading ones came. The first that was not there any more counts as absent."""
         at = block - fetch.first
-        codec = self._codecs.get(group)
         names = [name for ranks in fetch.rows[group].names[at : at + len(into)] for name in ranks]
-        views = [view for ranks in into for view in ranks]
-        places = views
-        if codec is not None:
-            places = [memoryview(bytearray(codec.encoded_bytes)) for _ in views]
-        statuses = self.host.load(names, places, FETCH_S_MAX)
-        ranks = len(into[0])
+        statuses = self.load(names, [view for ranks in into for view in ranks])
         bad = next((i for i, status in enumerate(statuses) if status is not Status.OK), None)
-        came = len(into) if bad is None else bad // ranks
-        if codec is not None:
-            for encoded, view in zip(places[: came * ranks], views, strict=False):
-                codec.decode(encoded, view)
+        came = len(into) if bad is None else bad // len(into[0])
         if bad is not None:
             fetch.places[group][at + came] = Place.ABSENT
         if group == 0:
             for source in fetch.sources[0][at : at + came]:
                 self.loaded_blocks[Level(source)] += 1
         return came
+
+    def load(self, names: Sequence[BlockName], into: Sequence[memoryview]) -> list[Status]:
+        """Copy what host memory has to where it is wanted, one view per name; undefined where the
+        status is not OK. Bytes of a block are as on the device, those of a meta as they were."""
+        codecs = [self._codec(name) for name in names]
+        places = [
+            view if codec is None else memoryview(bytearray(codec.encoded_bytes))
+            for codec, view in zip(codecs, into, strict=True)
+        ]
+        statuses = self.host.load(names, places, FETCH_S_MAX)
+        for codec, place, view, status in zip(codecs, places, into, statuses, strict=True):
+            if codec is not None and status is Status.OK:
+                codec.decode(place, view)
+        return statuses
 
     # --- saying ------------------------------------------------------------------------------
 
@@ -318,8 +333,8 @@ class TieredStore:
         return bool(self._ops)
 
     def snapshot(self) -> list[TierOp]:
-        """Everything that host memory and disk hold now; the shared tier tells nobody what it has
-        kept."""
+        """Every block that host memory and disk hold now; the shared tier tells nobody what it has
+        kept, and nobody is told of objects."""
         ops = []
         held: list[tuple[Level, Iterable[BlockName]]] = [(Level.HOST, self.host.names())]
         disk = self.lower.get(Level.DISK)
@@ -328,7 +343,7 @@ class TieredStore:
         for level, names in held:
             keys: dict[int, list[bytes]] = {}
             for name in names:
-                if name.rank == 0:
+                if name.rank == 0 and not is_part(name):
                     keys.setdefault(name.group, []).append(name.key)
             ops += [TierOp(level, True, group, tuple(found)) for group, found in keys.items()]
         return ops
@@ -347,11 +362,13 @@ class TieredStore:
         self.host.close()
 
     def _note(self, level: Level, stored: bool, names: Sequence[BlockName]) -> None:
-        """One op per group; a block is said to be there by its first rank. Wakes whoever tells."""
+        """One op per group; a block is said to be there by its first rank. Wakes whoever tells. Of
+        objects nobody hears: they stand for no prefix."""
+        told = [name for name in names if name.rank == 0 and not is_part(name)]
         with self._lock:
             first = not self._ops
-            for group in {name.group for name in names}:
-                keys = tuple(n.key for n in names if n.group == group and n.rank == 0)
+            for group in {name.group for name in told}:
+                keys = tuple(name.key for name in told if name.group == group)
                 if keys:
                     self._ops.append(TierOp(level, stored, group, keys))
             first = first and bool(self._ops)
