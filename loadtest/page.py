@@ -21,7 +21,7 @@ LATENCIES = {
     "delay": "the generator's own delay",
 }
 ERRORS_SHOWN = 12
-_STYLE = """
+STYLE = """
 :root { color-scheme: light; }
 body { font: 14px/1.45 system-ui, -apple-system, "Segoe UI", sans-serif; color: #24292f;
   margin: 24px auto; max-width: 1440px; padding: 0 16px; background: #f4f5f7; }
@@ -101,7 +101,8 @@ def failures(records: Sequence[Record]) -> list[list[str]]:
     return [[status, str(count), said] for (status, said), count in ordered[:ERRORS_SHOWN]]
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """As HTML; the first column holds names."""
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     body = "".join(
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
@@ -109,7 +110,8 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f"<div class='scroll'><table><tr>{head}</tr>{body}</table></div>"
 
 
-def _facts_table(facts: dict[str, str]) -> str:
+def facts_table(facts: dict[str, str]) -> str:
+    """Names and what they stand for, as HTML."""
     rows = "".join(
         f"<tr><td>{escape(name)}</td><td class='words'>{escape(value)}</td></tr>"
         for name, value in facts.items()
@@ -124,14 +126,14 @@ def page(run: Run) -> str:
     columns, lines = summary(found)
     return (
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
-        f"<title>{escape(title(run))}</title><style>{_STYLE}</style></head><body>"
+        f"<title>{escape(title(run))}</title><style>{STYLE}</style></head><body>"
         f"<h1>{escape(title(run))}</h1>"
         f"<p class='note'>{escape(str(run.header['started']))} · "
         f"<code>{escape(str(run.header['command']))}</code></p>"
-        f"<h2>Summary</h2>{_table(columns, lines)}{_slo_note(run)}"
+        f"<h2>Summary</h2>{table(columns, lines)}{_slo_note(run)}"
         f"<h2>Plots</h2><div class='plots'>{drawn}</div>"
         f"{''.join(_stage_part(run, one) for one in found)}"
-        f"<h2>Run</h2>{_facts_table(_facts(run))}</body></html>\n"
+        f"<h2>Run</h2>{facts_table(_facts(run))}</body></html>\n"
     )
 
 
@@ -162,15 +164,15 @@ def _stage_part(run: Run, one: Figures) -> str:
     stage = next(stage for stage in run.stages if stage.load == one.load)
     parts = [f"<h2>{escape(one.load)}: latencies in ms</h2>"]
     columns = ["", "samples", "mean", "p50", "p90", "p95", "p99", "max"]
-    parts.append(_table(columns, _latency_rows(one)))
+    parts.append(table(columns, _latency_rows(one)))
     if one.replicas:
         columns = ["replica", "requests", "prompt tokens", "cached", "share", "output tokens"]
         parts.append(f"<h2>{escape(one.load)}: replicas</h2>")
-        parts.append(_table(columns, _replica_rows(one)))
+        parts.append(table(columns, _replica_rows(one)))
     errors = failures(run.of(stage))
     if errors:
         parts.append(f"<h2>{escape(one.load)}: what failed</h2>")
-        parts.append(_table(["status", "requests", "said"], errors))
+        parts.append(table(["status", "requests", "said"], errors))
     return "".join(parts)
 
 

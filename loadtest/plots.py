@@ -20,6 +20,7 @@ INK, PALE, PAPER = "#24292f", "#e3e6ea", "#ffffff"
 FONT = "font-family='system-ui, -apple-system, Segoe UI, sans-serif'"
 LEGEND_MAX = 8
 TICKS = 5
+NAME_PX = 5.0  # of a letter beside a dot, about
 LOG_TICKS_MAX = 9
 LOG_SPAN_MIN = 20.0  # a smaller range is read more easily on a linear scale
 
@@ -27,12 +28,13 @@ LOG_SPAN_MIN = 20.0  # a smaller range is read more easily on a linear scale
 @dataclass(frozen=True)
 class Series:
     """A line, or dots, with its label; `marks` are dots on a line. Points are (x, y), in the order
-    in which they are joined."""
+    in which they are joined; `names`, if any, are written beside them, one each."""
 
     label: str
     points: Sequence[tuple[float, float]]
     dots: bool = False
     marks: bool = False
+    names: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ def _line(series: Series, x_axis: _Axis, y_axis: _Axis, colour: str) -> str:
     points = [(x_axis.px(x), y_axis.px(min(y, y_axis.high))) for x, y in series.points]
     marks = "".join(
         f"<circle cx='{x:.1f}' cy='{y:.1f}' r='3.5' fill='{colour}'/>" for x, y in points
-    )
+    ) + _names(series, points)
     if series.dots or len(points) == 1:
         return marks
     joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
@@ -144,6 +146,16 @@ def _line(series: Series, x_axis: _Axis, y_axis: _Axis, colour: str) -> str:
         f"<polyline points='{joined}' fill='none' stroke='{colour}' stroke-width='1.8' "
         "stroke-linejoin='round'/>"
     ) + (marks if series.marks else "")
+
+
+def _names(series: Series, points: Sequence[tuple[float, float]]) -> str:
+    """Beside the dots, to their left where the plot ends."""
+    parts = []
+    for (x, y), name in zip(points, series.names, strict=False):
+        end = x + 6 + NAME_PX * len(name) > WIDTH - RIGHT
+        more = "text-anchor='end'" if end else ""
+        parts.append(_text(x - 6 if end else x + 6, y - 5, name, size=9, more=more))
+    return "".join(parts)
 
 
 def _legend(series: Sequence[Series]) -> list[str]:
