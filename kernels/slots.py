@@ -43,10 +43,11 @@ class SlotMover(Protocol):
 
 
 class Slots:
-    """Views of one group's pool, uint8 [blocks, block_bytes], contiguous, by token slot."""
+    """Views of one group's pool, uint8 [blocks, block_bytes], by token slot. It may be part of a
+    pool with longer blocks."""
 
     def __init__(self, layout: PageLayout, pool: torch.Tensor, *, paired: bool = False) -> None:
-        assert pool.dtype == torch.uint8 and pool.is_contiguous()
+        assert pool.dtype == torch.uint8 and pool.stride(1) == 1
         assert pool.dim() == 2 and pool.shape[1] == layout.block_bytes
         self._layout = layout
         self._device = pool.device

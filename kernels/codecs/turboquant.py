@@ -44,7 +44,7 @@ class TurboVectors:
         encoded again, as between tiers and device. Codes are settled then: a second encoding writes
         the same bytes. Without it that holds for what was not rounded.
         """
-        self.dim, self.bits = dim, bits
+        self.dim, self.bits, self.seed = dim, bits, seed
         self.index_bytes = packed_bytes(dim, bits)
         self.vector_bytes = self.index_bytes + NORM_BYTES
         self._returns_as = returns_as

@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "src"
-ABI_VERSION = 2
+ABI_VERSION = 3
 BUILD_S_MAX = 300.0
 COMPILERS = ("g++", "c++", "clang++")
 # No contraction: which products and sums are fused is written in the sources, for every compiler.
@@ -45,6 +45,7 @@ class InstructionSet:
     flags: tuple[str, ...]
 
 
+_AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma")
 _BF16 = (*_AVX512, "avx512_bf16")
 _AMX = (*_BF16, "amx_tile", "amx_bf16")
@@ -60,7 +61,7 @@ INSTRUCTION_SETS = (
     InstructionSet("amx", frozenset(_AMX), _flags(_AMX)),
     InstructionSet("avx512_bf16", frozenset(_BF16), _flags(_BF16)),
     InstructionSet("avx512", frozenset(_AVX512), _flags(_AVX512)),
-    InstructionSet("avx2", frozenset(("avx2", "fma")), _flags(("avx2", "fma"))),
+    InstructionSet("avx2", frozenset(_AVX2), _flags(_AVX2)),
     InstructionSet("portable", frozenset(), ()),
 )
 

@@ -2,7 +2,8 @@
 
 Pages differ from kernels/layout.py's in the order of their numbers only: one head's keys are
 [dim/STEP][block_tokens][STEP] and its values [block_tokens/STEP][dim][STEP], STEP = 2 for bf16 and
-1 for fp32, so that one vector holds one number of 16 tokens (keys) or of 16 columns (values).
+1 for fp32, so that one vector holds one number of 16 tokens (keys) or of 16 columns (values). How
+codes lie in pages is kernels/native/pages.py's.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 
 from kernels.native.build import load_library
 from kernels.native.memory import huge_bytes
+from kernels.native.pages import LayerPlaces, VectorWay
 
 PAGE_LAYOUT = "lkh-paired"  # the Representation.layout of such blocks
 DTYPES = {"fp32": (0, torch.float32), "bf16": (1, torch.bfloat16)}
@@ -88,8 +90,7 @@ class LayerTensors:
     cos: torch.Tensor
     sin: torch.Tensor
     group: int
-    index: int  # among the group's layers
-    group_layers: int
+    places: LayerPlaces
     window: int = 0
     attention_post_norm: torch.Tensor | None = None
     mlp_post_norm: torch.Tensor | None = None
@@ -117,6 +118,24 @@ MATRICES = ("qkv", "output", "gate_up", "down")
 NORMS = ("input_norm", "mlp_norm", "attention_post_norm", "mlp_post_norm")
 HEAD_NORMS = ("query_norm", "key_norm")
 BIASES = ("qkv_bias", "output_bias", "gate_up_bias", "down_bias")
+TABLES = ("scales", "centroids", "boundaries", "signs", "hartley")
+
+
+class _Vectors(ctypes.Structure):
+    _fields_ = [
+        ("bits", ctypes.c_int32),
+        ("bytes", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in TABLES),
+        ("odd", ctypes.c_int32),
+    ]
+
+
+class _Pages(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("block_bytes", "keys_at", "values_at")),
+        ("keys", _Vectors),
+        ("values", _Vectors),
+    ]
 
 
 class _Layer(ctypes.Structure):
@@ -124,7 +143,8 @@ class _Layer(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in (*MATRICES, *NORMS, *HEAD_NORMS, *BIASES)),
         ("cos", ctypes.c_void_p),
         ("sin", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("group", "index", "group_layers", "window")),
+        *((name, ctypes.c_int32) for name in ("group", "window")),
+        ("pages", _Pages),
     ]  # fmt: skip
 
 
@@ -192,6 +212,13 @@ class NativeDecoder:
         self._bound = list(pools)
         self._pools = (ctypes.c_void_p * len(pools))(*(pool.data_ptr() for pool in pools))
 
+    def recode(self, places: Sequence[LayerPlaces]) -> None:
+        """Between steps: keys and values are stored so from now on, by layer. What the bound pools
+        hold is not converted."""
+        assert len(places) == self.shape.layers
+        pages = (_Pages * len(places))(*(self._pages(each) for each in places))
+        self._library.banyan_decoder_recode(self._decoder, pages)
+
     def step(
         self,
         token_ids: Ints,
@@ -255,6 +282,7 @@ class NativeDecoder:
         native.banyan_decoder_new.restype = ctypes.c_void_p
         native.banyan_decoder_new.argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_int32]
         native.banyan_decoder_free.argtypes = [ctypes.c_void_p]
+        native.banyan_decoder_recode.argtypes = [ctypes.c_void_p] * 2
         native.banyan_step.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         native.banyan_read.restype = ctypes.c_int64
         native.banyan_read.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
@@ -308,8 +336,7 @@ class NativeDecoder:
         return halves.view(2, -1, 16).transpose(0, 1).reshape(-1)
 
     def _layer(self, layer: LayerTensors) -> _Layer:
-        packed = _Layer(group=layer.group, index=layer.index, group_layers=layer.group_layers,
-                        window=layer.window)  # fmt: skip
+        packed = _Layer(group=layer.group, window=layer.window, pages=self._pages(layer.places))
         for name in MATRICES:
             setattr(packed, name, self._pack(getattr(layer, name), halves=name == "gate_up"))
         for name in (*NORMS, *HEAD_NORMS, *BIASES):
@@ -322,3 +349,21 @@ class NativeDecoder:
             self._keep(t.float().contiguous()) for t in (layer.cos, layer.sin)
         )
         return packed
+
+    def _pages(self, places: LayerPlaces) -> _Pages:
+        return _Pages(
+            block_bytes=places.block_bytes,
+            keys_at=places.keys_at,
+            values_at=places.values_at,
+            keys=self._vectors(places.keys),
+            values=self._vectors(places.values),
+        )
+
+    def _vectors(self, way: VectorWay) -> _Vectors:
+        vectors = _Vectors(bits=way.bits, bytes=way.vector_bytes, odd=way.odd)
+        for name in TABLES:
+            table = getattr(way, name)
+            if table is not None:
+                assert table.is_contiguous()
+                setattr(vectors, name, self._keep(table))
+        return vectors

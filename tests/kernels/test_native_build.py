@@ -248,7 +248,7 @@ def test_instructions_that_the_kernel_does_not_allow(shop: Workshop) -> None:
 def test_a_build_that_this_cpu_cannot_run(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NativeUnavailable, match="cannot run the build 'nonesuch'"):
         load_library("nonesuch")
-    monkeypatch.setattr(build, "cpu_flags", lambda: frozenset({"avx2", "fma", "sse2"}))
+    monkeypatch.setattr(build, "cpu_flags", lambda: frozenset({"avx2", "fma", "f16c", "sse2"}))
     assert [one.name for one in build.supported()] == ["avx2", "portable"]
     with pytest.raises(NativeUnavailable, match="cannot run the build 'amx'"):
         load_library("amx")

@@ -11,14 +11,17 @@ import torch
 from kernels.codecs.fp8 import LayerScales, fit_scales
 from worker.engine.plan import SampleRow, StepPlan
 from worker.engine.sampling import SamplingParams
-from worker.models.llama import LlamaModel
+from worker.models.base import Model
 
 PROBE_TOKENS = 256
 
 
-def fp8_scales(model: LlamaModel) -> list[LayerScales]:
-    """By layer number. Allocates the model's pools and leaves the probe's keys in them: recode it
-    afterwards. Raises OutOfBlocks."""
+def fp8_scales(model: Model) -> list[LayerScales]:
+    """By layer number, of a model without a codec. Allocates its pools and leaves the probe's keys
+    in them: recode it afterwards. Raises OutOfBlocks.
+
+    Pages may order the numbers of a head as they like: only the largest counts.
+    """
     spec = model.spec
     count = min(PROBE_TOKENS, spec.context_tokens)
     blocks = -(-count // spec.block_tokens)
@@ -34,7 +37,7 @@ def fp8_scales(model: LlamaModel) -> list[LayerScales]:
     return [found[layer] for layer in sorted(found)]
 
 
-def _plan(model: LlamaModel, count: int, blocks: int) -> StepPlan:
+def _plan(model: Model, count: int, blocks: int) -> StepPlan:
     """One prompt, in blocks 0, 1, ... of every group."""
     groups, vocab = len(model.spec.groups), model.spec.vocab_tokens
     ids = [(place * place * 7919 + place * 104_729) % vocab for place in range(count)]

@@ -1,22 +1,28 @@
 """CompiledModel: a Llama-family decoder on CPU through the compiled step; exact batch by batch.
 
-Same weights, groups and block sizes as LlamaModel; only the order of numbers inside a page differs.
+Same weights, groups, block sizes and codes as LlamaModel; only the order of numbers and bytes
+inside a page differs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
 
+from kernels.codecs.base import KVCodec
+from kernels.codecs.pages import CodecLayout
 from kernels.native.decoder import PAGE_LAYOUT, DecoderShape, LayerTensors, NativeDecoder
 from kernels.native.memory import huge_bytes
+from kernels.native.pages import CODE_LAYOUT, LayeredSlots, LayerPlaces, coded_places, plain_places
+from kernels.slots import SlotMover
 from kvstore.groups import KVGroup, Representation
 from worker.engine.plan import StepPlan
 from worker.models.base import ModelSpec
 from worker.models.config import ModelConfig
-from worker.models.llama import page_layouts
+from worker.models.llama import coded_layouts, page_layouts
 from worker.models.pools import BlockPools, PooledModel
 from worker.models.rope import RopeTable, build_table
 from worker.models.weights import FLOATS, Weights
@@ -70,11 +76,14 @@ class CompiledModel(PooledModel):
         assert 0 < context_tokens <= config.context_tokens
         dtype = weights.embedding.dtype
         shape = decoder_shape(config, dtype, block_tokens)
+        self._config, self._dtype = config, dtype
+        self._coded: list[CodecLayout] = []  # of the groups, once recoded
         grouped = page_layouts(config, block_tokens, dtype)
         groups = [group for group, _ in grouped]
+        places = _by_layer(groups, [plain_places(layout) for _, layout in grouped])
         self._decoder = NativeDecoder(
             shape,
-            _layers(config, weights, groups, context_tokens),
+            _layers(config, weights, groups, places, context_tokens),
             weights.embedding,
             weights.head,
             weights.norm,
@@ -95,6 +104,33 @@ class CompiledModel(PooledModel):
             layouts=tuple(layout for _, layout in grouped),
             reads_keys=True,
         )
+
+    def recode(self, codec: KVCodec) -> None:
+        """As LlamaModel.recode, and as exact as before: a code is written and read the same way
+        whatever the step. Pages have an order of their own, so torch's blocks are no hits here."""
+        assert not self._coded, "once"
+        grouped = coded_layouts(self._config, self._spec.block_tokens, self._dtype, codec)
+        groups = [group for group, _ in grouped]
+        self._coded = [layout for _, layout in grouped]
+        places = _by_layer(groups, [coded_places(layout) for layout in self._coded])
+        self._decoder.recode([places[layer] for layer in range(self._config.layers)])
+        self._pools = BlockPools(groups, torch.device("cpu"))
+        written = Representation(
+            FLOATS[self._dtype], codec.id, codec.calibration, layout=CODE_LAYOUT
+        )
+        self._spec = replace(
+            self._spec,
+            groups=tuple(groups),
+            layouts=(),
+            representation=written,
+            numeric_class=f"{self._spec.numeric_class}-kv-{codec.id}{codec.calibration}",
+        )
+
+    def _make_slots(self) -> list[SlotMover]:
+        if not self._coded:
+            return super()._make_slots()
+        pools = zip(self._coded, self._pools.pools, strict=True)
+        return [LayeredSlots(layout, pool) for layout, pool in pools]
 
     def allocate(self, blocks: tuple[int, ...]) -> None:
         """Zeroed pools; raises OutOfBlocks if the memory for them is not there now."""
@@ -127,17 +163,26 @@ def _ints(values: object) -> np.ndarray:
     return np.ascontiguousarray(values, dtype=np.int32)
 
 
+def _by_layer(groups: list[KVGroup], places: list[list[LayerPlaces]]) -> dict[int, LayerPlaces]:
+    """From each group's layers in its own order to all by their number."""
+    both = zip(groups, places, strict=True)
+    return {n: place for group, of in both for n, place in zip(group.layers, of, strict=True)}
+
+
 def _layers(
-    config: ModelConfig, weights: Weights, groups: list[KVGroup], context_tokens: int
+    config: ModelConfig,
+    weights: Weights,
+    groups: list[KVGroup],
+    places: dict[int, LayerPlaces],
+    context_tokens: int,
 ) -> Iterator[LayerTensors]:
     cpu = torch.device("cpu")
-    places = {layer: (g, i) for g in groups for i, layer in enumerate(g.layers)}
+    group_of = {layer: group.id for group in groups for layer in group.layers}
     rope = build_table(config.rope, config.head_dim, context_tokens, cpu)
     local: RopeTable | None = None
     if config.local_rope is not None:
         local = build_table(config.local_rope, config.head_dim, context_tokens, cpu)
     for number, layer in enumerate(weights.layers):
-        group, index = places[number]
         window = config.windows[number]
         table = local if local is not None and window else rope
         yield LayerTensors(
@@ -149,9 +194,8 @@ def _layers(
             mlp_norm=layer.mlp_norm,
             cos=table.cos,
             sin=table.sin,
-            group=group.id,
-            index=index,
-            group_layers=len(group.layers),
+            group=group_of[number],
+            places=places[number],
             window=window,
             attention_post_norm=layer.attention_post_norm,
             mlp_post_norm=layer.mlp_post_norm,

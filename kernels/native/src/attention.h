@@ -4,53 +4,17 @@
 // Gimelshein, 2018; FlashAttention's inner loop), so a row's result depends on its own sequence
 // only: what is masked adds exactly nothing, however many rows share the walk.
 //
-// A page of one head: keys [dim/STEP][tokens][STEP], values [tokens/STEP][dim][STEP]. A score is one
-// lane per token, an output one lane per column. `Pages` is where codecs plug in: it returns pages in
-// this form, in place or decoded into its own scratch.
+// `Pages` (pages.h) is where codecs plug in: it gives sixteen tokens of a head at a time, in place or
+// decoded. A score is one lane per token, an output one lane per column. Codes leave a factor per token
+// (`FACTORS`), which its score and its weight are multiplied by.
 #pragma once
 
 #include "gemm.h"
+#include "pages.h"
 
 namespace banyan {
 
 constexpr int TILE_ROWS = 32;   // query rows of one walk: it loads a page once for all of them
-constexpr int SUBPAGE = 16;     // tokens of a vector; block_tokens is a multiple of it
-constexpr int CHUNK = 64;       // positions between two rescalings
-constexpr int SUBPAGES = CHUNK / SUBPAGE;
-constexpr int DIM_MAX = 256;
-
-// Pages of the model's own dtype, read where they lie.
-template <class E>
-struct PlainPages {
-  const E* pool;         // of one layer's keys
-  size_t block_elements; // from one block to the next
-  size_t values_offset;  // from a layer's keys to its values
-  int block_tokens, dim;
-  const int32_t* table;
-
-  // Position p0 (a multiple of SUBPAGE) of a head: keys (rows `key_stride` elements apart) and
-  // values; false if the block is absent.
-  bool at(int p0, int head, const E*& keys, const E*& values) const {
-    constexpr int STEP = Num<E>::STEP;
-    const int32_t block = table[p0 / block_tokens];
-    if (block < 0) return false;
-    const int offset = p0 % block_tokens;
-    const E* page = pool + block * block_elements + (size_t)head * block_tokens * dim;
-    keys = page + offset * STEP;
-    values = page + values_offset + (size_t)offset * dim;
-    return true;
-  }
-  int key_stride() const { return block_tokens * Num<E>::STEP; }
-
-  // Ahead of their use; keys of blocks longer than a subpage are left to the CPU's own prefetcher.
-  void fetch(const E* keys, const E* values) const {
-    const size_t bytes = sizeof(E) * SUBPAGE * dim;
-    for (size_t b = 0; b < bytes; b += 64) {  // into L2: the pages of two chunks overfill L1
-      __builtin_prefetch((const char*)keys + b, 0, 2);
-      __builtin_prefetch((const char*)values + b, 0, 2);
-    }
-  }
-};
 
 struct AttentionShape {
   int dim;
@@ -251,6 +215,11 @@ inline void amx_weigh_chunk(AttentionScratch<bf16>& s, int first, int rows, int 
 #undef BANYAN_WEIGH
 #endif
 
+constexpr int32_t LANE[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+// The first `count` numbers; zeros behind them, whatever is there.
+inline v16 first_of(const v16& x, int count) { return select(load_as<i16>(LANE) < i16{} + count, x, v16{}); }
+
 // One row of a chunk's scores -> weights; rescales the row's output and total. Positions outside
 // [low, high] weigh exactly 0, so it makes no difference how many subpages behind them are looked at.
 template <class E>
@@ -266,7 +235,6 @@ inline void soften(AttentionScratch<E>& s, int r, int p0, int subpages, int low,
     scale = LOG2E;
   }
   if (p0 < low || p0 + subpages * SUBPAGE - 1 > high) {
-    static constexpr int32_t LANE[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     for (int j = 0; j < subpages; j++) {
       const i16 position = load_as<i16>(LANE) + (p0 + j * SUBPAGE);
       score[j] = select((position <= i16{} + high) & (position >= i16{} + low), score[j], none);
@@ -310,6 +278,16 @@ inline const E* without_tail(AttentionScratch<E>& s, const E* values, int dim, i
   return s.tail;
 }
 
+// rows[r][16 slot ..] by the slots' factors, over the chunk's present subpages.
+template <class Pages, class T>
+inline void multiply_rows(float (*at)[CHUNK], int rows, const Pages& pages, const T* const* present, int subpages) {
+  for (int j = 0; j < subpages; j++) {
+    if (present[j] == nullptr) continue;
+    const v16 factor = pages.factor(j);
+    for (int r = 0; r < rows; r++) store(&at[r][j * SUBPAGE], load(&at[r][j * SUBPAGE]) * factor);
+  }
+}
+
 // Before the first walk of the scratch's rows.
 template <class E>
 void begin(AttentionScratch<E>& s, int rows, int dim) {
@@ -333,17 +311,17 @@ void walk(AttentionScratch<E>& s, const Pages& pages, int head, int first, int r
 #endif
   for (int p0 = from; p0 < to; p0 += CHUNK) {
     const int subpages = to - p0 < CHUNK ? (to - p0 + SUBPAGE - 1) / SUBPAGE : SUBPAGES;
+    typename Pages::Place places[SUBPAGES] = {};
     const E *keys[SUBPAGES] = {}, *values[SUBPAGES] = {};
     for (int j = 0; j < subpages; j++) {
-      const int p = p0 + j * SUBPAGE;
-      if (!pages.at(p, head, keys[j], values[j])) continue;
-      if (length - p < SUBPAGE) values[j] = without_tail(s, values[j], shape.dim, length - p);
+      places[j] = pages.at(p0 + j * SUBPAGE, head);
+      if (places[j].keys != nullptr) keys[j] = pages.keys(places[j], head, j);
     }
     for (int j = 0; ahead && j < SUBPAGES; j++) {  // the chunk after this one
-      const E *next_keys, *next_values;
       const int p = p0 + CHUNK + j * SUBPAGE;
-      if (p >= to || !pages.at(p, head, next_keys, next_values)) continue;
-      pages.fetch(next_keys, next_values);
+      if (p >= to) break;
+      const auto next = pages.at(p, head);
+      if (next.keys != nullptr) pages.fetch(next);
     }
 #if defined(__AMX_BF16__)
     if constexpr (TILES)
@@ -351,10 +329,20 @@ void walk(AttentionScratch<E>& s, const Pages& pages, int head, int first, int r
     else
 #endif
       score_chunk(s, first, rows, shape.dim, pages.key_stride(), keys, subpages);
+    if constexpr (Pages::FACTORS) multiply_rows(&s.scores[first], rows, pages, keys, subpages);
     for (int r = first; r < first + rows; r++) {
       const int low = shape.window > 0 ? last[r] - shape.window + 1 : 0;
       soften(s, r, p0, subpages, low, last[r], shape);
     }
+    for (int j = 0; j < subpages; j++) {
+      if (keys[j] == nullptr) continue;
+      values[j] = pages.values(places[j], head, j);
+      const int valid = length - (p0 + j * SUBPAGE);
+      if (valid >= SUBPAGE) continue;
+      values[j] = without_tail(s, values[j], shape.dim, valid);
+      if constexpr (Pages::FACTORS) pages.factor(j) = first_of(pages.factor(j), valid);
+    }
+    if constexpr (Pages::FACTORS) multiply_rows(&s.weights[first], rows, pages, values, subpages);
 #if defined(__AMX_BF16__)
     if constexpr (TILES)
       amx_weigh_chunk(s, first, rows, shape.dim, values, subpages);

@@ -7,7 +7,7 @@
 extern "C" {
 #endif
 
-#define BANYAN_NATIVE_VERSION 2
+#define BANYAN_NATIVE_VERSION 3
 
 enum { BANYAN_FP32 = 0, BANYAN_BF16 = 1 };
 enum { BANYAN_SILU = 0, BANYAN_GELU_TANH = 1 };
@@ -18,6 +18,23 @@ typedef struct {
   float norm_eps, attention_scale, attention_cap, final_cap, embedding_scale;
 } BanyanConfig;
 
+/* How the keys or the values of a layer are stored. bits: 0, the model's dtype, and nothing else is read;
+   8, e4m3 with a scale per KV head; 1 to 4, indices of a codebook and a norm in fp16, turned by signs and
+   then by Sylvester's matrix of head_dim / odd times Hartley's of odd. */
+typedef struct {
+  int32_t bits, bytes; /* of a number, of a vector */
+  const float *scales; /* [kv_heads] */
+  const float *centroids, *boundaries; /* [16], fewer ones repeated; [2^bits - 1], ascending */
+  const double *signs, *hartley;       /* [head_dim] of 1 and -1; [odd, odd] */
+  int32_t odd;
+} BanyanVectors;
+
+/* A layer's share of its group's blocks, in bytes. Both are codes, or neither. */
+typedef struct {
+  int64_t block_bytes, keys_at, values_at; /* from block to block; in a block */
+  BanyanVectors keys, values;
+} BanyanPages;
+
 /* Matrices are packed (banyan_pack); vectors are float32, padded with zeros to a multiple of 32
    where they go with a matrix's outputs. Absent ones are null. */
 typedef struct {
@@ -25,7 +42,8 @@ typedef struct {
   const float *input_norm, *mlp_norm, *attention_post_norm, *mlp_post_norm, *query_norm, *key_norm;
   const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias;
   const float *cos, *sin; /* [positions, head_dim/2] */
-  int32_t group, index, group_layers, window;
+  int32_t group, window;
+  BanyanPages pages;
 } BanyanLayer;
 
 typedef struct {
@@ -53,6 +71,8 @@ BanyanDecoder *banyan_decoder_new(const BanyanConfig *config, const BanyanLayer 
                                   const void *embedding, const void *head, const float *norm,
                                   int32_t threads);
 void banyan_decoder_free(BanyanDecoder *decoder);
+/* Between steps: keys and values are stored so from now on, [layers]. Copied like the layers. */
+void banyan_decoder_recode(BanyanDecoder *decoder, const BanyanPages *pages);
 /* One step: writes the rows' keys and values into the pools and the sampled rows' logits. 0, or -1 if
    memory is short (nothing but scratch was touched). Not reentrant. */
 int32_t banyan_step(BanyanDecoder *decoder, const BanyanStep *step);

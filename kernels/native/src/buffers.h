@@ -50,4 +50,18 @@ class FlushDenormals {
 #endif
 };
 
+// They count while it lives, inside FlushDenormals.
+class KeepDenormals {
+ public:
+#if defined(__SSE2__)
+  KeepDenormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ & ~0x8040u); }
+  ~KeepDenormals() { _mm_setcsr(before_); }
+
+ private:
+  const unsigned before_;
+#else
+  KeepDenormals() {}
+#endif
+};
+
 }  // namespace banyan

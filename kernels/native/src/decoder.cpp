@@ -8,46 +8,23 @@
 
 #include "attention.h"
 #include "buffers.h"
+#include "encode.h"
 #include "gemm.h"
+#include "rows.h"
 #include "tasks.h"
 #include "threads.h"
 
 namespace banyan {
 namespace {
 
-struct Share {
-  int first, last;
-};
-
-Share share(int count, int parts, int part) {
-  return {(int)((int64_t)count * part / parts), (int)((int64_t)count * (part + 1) / parts)};
-}
-
-template <class E>
-void narrow(const float* from, E* to, int count) {
-  for (int i = 0; i < count; i += 16) Num<E>::put(to + i, load(from + i));
-}
-
-float mean_square(const float* x, int count) {
-  v16 squares[2] = {};
-  int i = 0;
-  for (; i + 32 <= count; i += 32) {
-    const v16 a = load(x + i), b = load(x + i + 16);
-    squares[0] = fma(a, a, squares[0]);
-    squares[1] = fma(b, b, squares[1]);
-  }
-  for (; i < count; i += 16) {
-    const v16 a = load(x + i);
-    squares[0] = fma(a, a, squares[0]);
-  }
-  return sum(squares[0] + squares[1]);
-}
+bool coded(const BanyanLayer& layer) { return layer.pages.keys.bits != 0; }
 
 }  // namespace
 
 struct Decoder {
   virtual ~Decoder() = default;
   virtual void step(const BanyanStep& step) = 0;
+  virtual void recode(const BanyanPages* pages) = 0;
   virtual int64_t read(const void* from, int64_t bytes) = 0;
 };
 
@@ -80,6 +57,10 @@ class DecoderOf final : public Decoder {
     planner_.plan(step);
     for (auto& counter : counters_) counter.store(0, std::memory_order_relaxed);
     team_.run([](void* self, int thread) { static_cast<DecoderOf*>(self)->body(thread); }, this);
+  }
+
+  void recode(const BanyanPages* pages) override {
+    for (BanyanLayer& layer : layers_) layer.pages = *pages++;
   }
 
   int64_t read(const void* from, int64_t bytes) override {
@@ -118,6 +99,8 @@ class DecoderOf final : public Decoder {
 
   struct Scratch {
     AttentionScratch<E> attention;
+    AttentionScratch<float> coded;  // over codes
+    Decoded decoded;
     alignas(64) float head[DIM_MAX];
   };
 
@@ -255,42 +238,38 @@ class DecoderOf final : public Decoder {
     }
   }
 
-  struct Place {
-    E *keys, *values;
-    int offset;
-  };
-
-  // Where a row's key and value of a head go.
-  Place place(const BanyanLayer& layer, int sequence, int row, int head) const {
-    const int bt = c_.block_tokens, dim = c_.head_dim;
-    const int position = position_of(sequence, row);
-    E* page = keys_of(layer) + table(layer.group, sequence)[position / bt] * block_elements(layer) +
-              (size_t)head * bt * dim;
-    return {page, page + (size_t)c_.kv_heads * bt * dim, position % bt};
-  }
-
-  size_t block_elements(const BanyanLayer& layer) const {
-    return (size_t)layer.group_layers * 2 * c_.kv_heads * c_.block_tokens * c_.head_dim;
-  }
-
-  E* keys_of(const BanyanLayer& layer) const {
-    return static_cast<E*>(s_->pools[layer.group]) +
-           (size_t)layer.index * 2 * c_.kv_heads * c_.block_tokens * c_.head_dim;
-  }
-
+  // A row's key and value of a head into its page.
   void write_kv(const BanyanLayer& layer, int sequence, int row, int head, float* scratch) {
-    constexpr int STEP = Num<E>::STEP;
     const int dim = c_.head_dim, bt = c_.block_tokens;
     const float* from = projected_.get() + (size_t)row * qkv_ + (c_.query_heads + head) * dim;
     turn(from, layer.key_norm, layer, s_->positions[row], scratch);
-    const Place at = place(layer, sequence, row, head);
-    alignas(64) E narrowed[DIM_MAX];
-    narrow(scratch, narrowed, dim);
-    for (int d = 0; d < dim; d++) at.keys[(d / STEP * bt + at.offset) * STEP + d % STEP] = narrowed[d];
-    narrow(from + c_.kv_heads * dim, narrowed, dim);
-    E* values = at.values + (size_t)(at.offset / STEP) * dim * STEP + at.offset % STEP;
-    for (int d = 0; d < dim; d++) values[d * STEP] = narrowed[d];
+    alignas(64) E key[DIM_MAX], value[DIM_MAX];
+    narrow(scratch, key, dim);
+    narrow(from + c_.kv_heads * dim, value, dim);
+    const BanyanPages& pages = layer.pages;
+    const int position = position_of(sequence, row), offset = position % bt;
+    char* block = pool(layer) + table(layer.group, sequence)[position / bt] * pages.block_bytes;
+    if (coded(layer)) {
+      uint8_t* keys = (uint8_t*)block + pages.keys_at + (size_t)head * bt * pages.keys.bytes;
+      uint8_t* values = (uint8_t*)block + pages.values_at + (size_t)head * bt * pages.values.bytes;
+      encode(pages.keys, key, head, dim, keys + offset, bt);
+      encode(pages.values, value, head, dim, values + (size_t)offset * pages.values.bytes, 1);
+    } else {
+      const size_t first = (size_t)head * bt * dim;
+      put_pairs(key, value, offset, (E*)(block + pages.keys_at) + first, (E*)(block + pages.values_at) + first);
+    }
   }
+
+  // A token's numbers into a head's page (PlainPages).
+  void put_pairs(const E* key, const E* value, int offset, E* keys, E* values) const {
+    constexpr int STEP = Num<E>::STEP;
+    const int dim = c_.head_dim, bt = c_.block_tokens;
+    for (int d = 0; d < dim; d++) keys[(d / STEP * bt + offset) * STEP + d % STEP] = key[d];
+    values += (size_t)(offset / STEP) * dim * STEP + offset % STEP;
+    for (int d = 0; d < dim; d++) values[d * STEP] = value[d];
+  }
+
+  char* pool(const BanyanLayer& layer) const { return static_cast<char*>(s_->pools[layer.group]); }
 
   void turn_query(const BanyanLayer& layer, int row, int head, E* into, float* scratch) const {
     const int dim = c_.head_dim;
@@ -313,9 +292,17 @@ class DecoderOf final : public Decoder {
   }
 
   void run_task(const BanyanLayer& layer, const Task& task, const Member* members, Scratch& scratch) {
+    if (coded(layer))
+      run_rows<true>(layer, task, members, scratch.coded, scratch);
+    else
+      run_rows<false>(layer, task, members, scratch.attention, scratch);
+  }
+
+  template <bool CODED, class N>
+  void run_rows(const BanyanLayer& layer, const Task& task, const Member* members, AttentionScratch<N>& s,
+                Scratch& scratch) {
     const int dim = c_.head_dim, group = c_.query_heads / c_.kv_heads;
     const int first_head = task.head * group + task.first_query;
-    AttentionScratch<E>& s = scratch.attention;
     int last[TILE_ROWS], rows = 0;
     for (int m = 0; m < task.members; m++) {
       const Member& member = members[m];
@@ -325,21 +312,21 @@ class DecoderOf final : public Decoder {
           last[rows] = position_of(member.sequence, row);
           E* query = queries_.get() + (size_t)row * attended_ + (first_head + q) * dim;
           if (planner_.decode_only()) turn_query(layer, row, first_head + q, query, scratch.head);
-          as_operands(query, s.query + rows * dim, dim);
+          load_query<CODED>(layer, query, s.query + rows * dim);
         }
     }
     const AttentionShape shape{dim, layer.window, c_.attention_scale, c_.attention_cap};
     begin(s, rows, dim);
     if (task.shared > 0)
-      walk(s, pages(layer, members[0].sequence), task.head, 0, rows, last, 0, task.shared, task.shared, shape,
-           true);
+      walk(s, pages<CODED>(layer, members[0].sequence, scratch), task.head, 0, rows, last, 0, task.shared,
+           task.shared, shape, true);
     int first = 0;
     for (int m = 0; m < task.members; m++) {
       const Member& member = members[m];
       const int count = member.tokens * task.queries;
       const int oldest = layer.window > 0 ? last[first] - layer.window + 1 : 0;
       const int from = oldest > task.shared ? oldest / CHUNK * CHUNK : task.shared;
-      walk(s, pages(layer, member.sequence), task.head, first, count, last, from,
+      walk(s, pages<CODED>(layer, member.sequence, scratch), task.head, first, count, last, from,
            last[first + count - 1] + 1, s_->lengths[member.sequence], shape, member.tokens == 1);
       first += count;
     }
@@ -347,13 +334,31 @@ class DecoderOf final : public Decoder {
     rows = 0;
     for (int m = 0; m < task.members; m++)
       for (int row = members[m].first_row; row < members[m].first_row + members[m].tokens; row++)
-        for (int q = 0; q < task.queries; q++, rows++)
+        for (int q = 0; q < task.queries; q++, rows++) {
+          if (CODED) turn_out(layer.pages.values, s.out + rows * dim, dim);
           narrow(s.out + rows * dim, outputs_.get() + (size_t)row * attended_ + (first_head + q) * dim, dim);
+        }
   }
 
-  PlainPages<E> pages(const BanyanLayer& layer, int sequence) const {
-    return {keys_of(layer),  block_elements(layer), (size_t)c_.kv_heads * c_.block_tokens * c_.head_dim,
-            c_.block_tokens, c_.head_dim,           table(layer.group, sequence)};
+  template <bool CODED, class Operand>
+  void load_query(const BanyanLayer& layer, const E* query, Operand* into) const {
+    if constexpr (CODED) {
+      widen(query, into, c_.head_dim);
+      turn_in(layer.pages.keys, into, c_.head_dim);
+    } else {
+      as_operands(query, into, c_.head_dim);
+    }
+  }
+
+  template <bool CODED>
+  auto pages(const BanyanLayer& layer, int sequence, Scratch& scratch) const {
+    const BanyanPages& how = layer.pages;
+    const int32_t* blocks = table(layer.group, sequence);
+    if constexpr (CODED)
+      return CodedPages(how, pool(layer), c_.block_tokens, c_.head_dim, blocks, scratch.decoded);
+    else
+      return PlainPages<E>{(const E*)(pool(layer) + how.keys_at), how.block_bytes / sizeof(E),
+                           (how.values_at - how.keys_at) / sizeof(E), c_.block_tokens, c_.head_dim, blocks};
   }
 
   const int32_t* table(int group, int sequence) const {
@@ -406,7 +411,7 @@ class DecoderOf final : public Decoder {
   }
 
   const BanyanConfig c_;
-  const std::vector<BanyanLayer> layers_;
+  std::vector<BanyanLayer> layers_;
   const E* const embedding_;
   const E* const head_;
   const float* const norm_;
@@ -469,6 +474,10 @@ BanyanDecoder* banyan_decoder_new(const BanyanConfig* config, const BanyanLayer*
 }
 
 void banyan_decoder_free(BanyanDecoder* decoder) { delete decoder; }
+
+void banyan_decoder_recode(BanyanDecoder* decoder, const BanyanPages* pages) {
+  decoder->decoder->recode(pages);
+}
 
 int64_t banyan_read(BanyanDecoder* decoder, const void* from, int64_t bytes) {
   return decoder->decoder->read(from, bytes);

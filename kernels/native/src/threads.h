@@ -22,6 +22,15 @@ constexpr int SPINS = 200;
 // Between two steps a worker spins for so long before it sleeps: waking costs tens of microseconds.
 constexpr int SPINS_IDLE = 2000;
 
+// Of a count of equal things: one thread's part.
+struct Share {
+  int first, last;
+};
+
+inline Share share(int count, int parts, int part) {
+  return {(int)((int64_t)count * part / parts), (int)((int64_t)count * (part + 1) / parts)};
+}
+
 class Barrier {
  public:
   explicit Barrier(int parties) : parties_(parties) {}
