@@ -53,6 +53,7 @@ class Row:
     names: list[tuple[BlockName, ...]]
     block_bytes: int  # of one rank
     window: int = 0
+    sinks: int = 0
 
 
 class Fetch:
@@ -88,6 +89,10 @@ class Fetch:
         if self.cancelled or not 0 <= at < len(self.places[group]):
             return Place.ABSENT
         return Place(self.places[group][at])
+
+    def is_read(self, group: int, at: int, near: int) -> bool:
+        """Whether entry `at` is worth a load, where the group's window begins at entry `near`."""
+        return at >= near or self.first + at < self.rows[group].sinks
 
     def next_held(self, block: int) -> int | None:
         """The first block from `block` on that group 0 has or will have."""

@@ -20,7 +20,8 @@ class GroupKind(StrEnum):
 
 @dataclass(frozen=True)
 class KVGroup:
-    """Layers whose blocks live and die together. Group 0 is always FULL or LATENT.
+    """Layers whose blocks live and die together. Group 0 is always FULL or LATENT. A layer may be
+    in two groups, which store it in different ways: codes of every position, and some exactly.
 
     `block_bytes` is the size of one block on one rank: one contiguous run that only the model's
     page layout can read. A block has `ranks` rectangles and is present once every rank has its own.
@@ -32,11 +33,17 @@ class KVGroup:
     block_bytes: int
     window_tokens: int = 0
     ranks: int = 1
+    sink_tokens: int = 0  # of a WINDOW: leading positions that stay in sight of every row
 
     def __post_init__(self) -> None:
         assert self.block_bytes > 0 and self.ranks > 0
         assert (self.kind is GroupKind.WINDOW) == (self.window_tokens > 0)
+        assert self.sink_tokens >= 0 and (self.window_tokens or not self.sink_tokens)
         assert self.id > 0 or self.kind in (GroupKind.FULL, GroupKind.LATENT)
+
+    def sink_blocks(self, block_tokens: int) -> int:
+        """Leading blocks that a window never passes: those that hold any of its sinks."""
+        return -(-self.sink_tokens // block_tokens)
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ class TieredStore:
         """Look again, from `block` on, for what is not on its way. O(blocks), no IO."""
         fetch.began_s = time.monotonic()
         end = len(fetch.places[0])
-        near: list[int] = []  # per group: where what is worth a load begins
+        near: list[int] = []  # per group: where its window begins
         for group, row in enumerate(fetch.rows):
             near.append(end - row.window if row.window else 0)
             self._seek(fetch, group, max(0, block - fetch.first), near[-1])
@@ -129,8 +129,8 @@ class TieredStore:
         self._ask(fetch, near)
 
     def _seek(self, fetch: Fetch, group: int, start: int, near: int) -> None:
-        """Where the blocks of a row from entry `start` on are; those from `near` on that a disk has
-        start their way up, last first."""
+        """Where the blocks of a row from entry `start` on are; those that are read and that a disk
+        has start their way up, last first."""
         row, places = fetch.rows[group], fetch.places[group]
         looked = [
             at
@@ -143,7 +143,7 @@ class TieredStore:
             if at not in missing:
                 fetch.sources[group][at] = fetch.sources[group][at] or Level.HOST
         disk = self.lower.get(Level.DISK)
-        wanted = [at for at in looked if at in missing and at >= near]
+        wanted = [at for at in looked if at in missing and fetch.is_read(group, at, near)]
         if disk is None or not wanted:
             return
         nowhere = self._missing(disk.tier, row, wanted)
@@ -166,7 +166,7 @@ class TieredStore:
             (group, at)
             for group, places in enumerate(fetch.places)
             for at, place in enumerate(places)
-            if place == Place.ABSENT and at >= near[group]
+            if place == Place.ABSENT and fetch.is_read(group, at, near[group])
         ]
         if shared is None or not absent or fetch.asking:
             return

@@ -1,9 +1,9 @@
 """`python -m worker.bench_codecs --model FOLDER --text FILE`: what KV codecs cost and save.
 
-For each: bytes of a token over all layers; KL of the next-token distribution to the model without a
-codec, over the text; how often the likeliest token is another; perplexity beside the model's own;
-and a decode step at the text's length, in turns. In float32 by torch, so that the codec is all that
-rounds.
+For each: bytes of a token over all layers, of as many tokens as the text has; KL of the next-token
+distribution to the model without a codec, over the text; how often the likeliest token is another;
+perplexity beside the model's own; and a decode step at the text's length, in turns. In float32 by
+torch, so that the codec is all that rounds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,8 @@ from kernels.codecs.names import parse_codec
 from kernels.codecs.oscar import BITS, LayerRotations, oscar
 from kernels.codecs.turboquant import TurboVectors
 from kernels.codecs.uniform import UniformVectors
+from kernels.hybrid import Reach
+from kvstore.groups import KVGroup
 from seams.bench import Report, Row, alternate, median
 from seams.errors import InvalidRequest
 from worker.calibration.statistics import Statistics
@@ -53,6 +55,21 @@ CODECS = (
     "k4+minmax4",
     "k4+minmax3",
 )
+# What makes up OSCAR, each part left out: sinks, recent tokens, both, the calibrated basis, a basis
+# at all with clipping. A window of one is a token's own key and value.
+ABLATION = (
+    "oscar",
+    "oscar:sinks=0",
+    "oscar:window=1",
+    "oscar:sinks=0,window=1",
+    "oscar2",
+    "unclipped2:sinks=64",
+    "hadamard2:sinks=64",
+    "hadamard2",
+    "naive2:sinks=64",
+    "naive2",
+)
+_TWO_BITS = ("oscar", "oscar2", "unclipped2", "hadamard2", "naive2")
 
 
 @dataclass(frozen=True)
@@ -79,18 +96,43 @@ class Bench:
 
     def codec(self, name: str) -> KVCodec | None:
         """By an option's name; kA+minmaxB is TurboQuant's keys and values that are rounded to equal
-        steps between their least and largest number, without turning them. `oscar` is the codec
-        alone, without sinks and recent tokens in the model's dtype; `hadamard2` the same quantiser
-        in Hadamard's basis."""
+        steps between their least and largest number, without turning them. `oscar2` is OSCAR's
+        codec; `unclipped2` cuts no number, `hadamard2` turns by Hadamard's matrix instead, `naive2`
+        does neither and turns nothing."""
         layers, dim = self._config.layers, self._config.head_dim
         if "+minmax" in name:
             keys, values = TurboVectors(dim, int(name[1])), UniformVectors(dim, int(name[-1]))
             return KVCodec(name, (LayerCodec(keys, values),) * layers)
-        if name in ("oscar", "hadamard2"):
-            return oscar([self._rotations(layer, name == "oscar") for layer in range(layers)])
+        basis = name.partition(":")[0]
+        if basis == "naive2":
+            naive = UniformVectors(dim, BITS)
+            return KVCodec(name, (LayerCodec(naive, naive),) * layers)
+        if basis in _TWO_BITS:
+            every = [self._rotations(layer, basis != "hadamard2") for layer in range(layers)]
+            return self._unclipped(every) if basis == "unclipped2" else oscar(every)
         parsed = parse_codec(name)
-        assert parsed is not None, name
+        if parsed is None:
+            raise InvalidRequest(f"There is no codec {name}.")
         return make_codec(parsed, layers, dim, torch.float32)
+
+    def _unclipped(self, rotations: list[LayerRotations]) -> KVCodec:
+        dim = self._config.head_dim
+        layers = [
+            LayerCodec(*(UniformVectors(dim, BITS, rotation=r) for r in (one.keys, one.values)))
+            for one in rotations
+        ]
+        return KVCodec("unclipped2", tuple(layers))
+
+    def reach(self, name: str) -> Reach | None:
+        """What is read exactly beside codes: of `oscar` what it serves with, of other bases nothing
+        unless the name says sinks or window."""
+        basis, _, options = name.partition(":")
+        if basis not in _TWO_BITS or (basis != "oscar" and not options):
+            return None
+        parsed = parse_codec(f"oscar:{options}" if options else "oscar")
+        if parsed is None or parsed.sink_tokens % BLOCK_TOKENS:
+            raise InvalidRequest(f"There is no codec {name}.")
+        return Reach(parsed.sink_tokens, parsed.window_tokens)
 
     def _rotations(self, layer: int, fitted: bool) -> LayerRotations:
         """Of one layer. Raises InvalidRequest without a calibration."""
@@ -114,8 +156,10 @@ class Bench:
             block_tokens=BLOCK_TOKENS,
             context_tokens=self._config.context_tokens,
         )
-        codec = self.codec(name)
-        if codec is not None:
+        codec, reach = self.codec(name), self.reach(name)
+        if codec is not None and reach is not None:
+            made.recode_behind(codec, reach)
+        elif codec is not None:
             made.recode(codec)
         made.allocate((self._blocks,) * len(made.spec.groups))
         return made
@@ -159,11 +203,11 @@ def rows(bench: Bench, names: list[str], rounds: int) -> Iterator[Row]:
     plain = bench.model(PLAIN)
     exact = bench.read(plain)
     tokens = len(exact.log_probs)
-    plain_bytes = sum(group.block_bytes for group in plain.spec.groups) / BLOCK_TOKENS
+    plain_bytes = token_bytes(plain.spec.groups, tokens + 1)
     for name in names:
         model = plain if name == PLAIN else bench.model(name)
         found = bench.read(model)
-        size = sum(group.block_bytes for group in model.spec.groups) / BLOCK_TOKENS
+        size = token_bytes(model.spec.groups, tokens + 1)
         yield Row(f"{name}/token", size, "bytes", 1, PLAIN, plain_bytes)
         yield Row(f"{name}/kl", _kl(exact.log_probs, found.log_probs), "nats", tokens)
         differ = exact.log_probs.argmax(-1) != found.log_probs.argmax(-1)
@@ -174,6 +218,12 @@ def rows(bench: Bench, names: list[str], rounds: int) -> Iterator[Row]:
         samples = alternate({"coded": bench.step(model), PLAIN: bench.step(plain)}, rounds)
         step_ms = median(samples["coded"])
         yield Row(f"{name}/step", step_ms, "ms", rounds, PLAIN, median(samples[PLAIN]))
+
+
+def token_bytes(groups: Sequence[KVGroup], tokens: int) -> float:
+    """Of a token where there are so many, over all groups; windows hold what they see."""
+    seen = ((g, g.window_tokens + g.sink_tokens if g.window_tokens else tokens) for g in groups)
+    return sum(g.block_bytes / BLOCK_TOKENS * min(tokens, held) for g, held in seen) / tokens
 
 
 def _kl(exact: torch.Tensor, found: torch.Tensor) -> float:
@@ -191,7 +241,9 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="a model folder")
     parser.add_argument("--text", type=Path, required=True, help="what the model reads")
     parser.add_argument("--tokens", type=int, default=768, help="of the text, from its beginning")
-    parser.add_argument("--codecs", default=" ".join(CODECS), help="names, by spaces")
+    parser.add_argument(
+        "--codecs", default=" ".join(CODECS), help='names, by spaces; "ablation": OSCAR\'s parts'
+    )
     parser.add_argument("--calibration", type=Path, help="a file of `banyan calibrate`, for OSCAR")
     parser.add_argument("--rounds", type=int, default=5, help="decode steps of each")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here too")
@@ -205,7 +257,8 @@ def main() -> None:
         if options.calibration is not None:
             known = Statistics.load(options.calibration, model_fingerprint(source, config))
     report = Report()
-    for row in rows(Bench(config, weights, ids, known), options.codecs.split(), options.rounds):
+    names = list(ABLATION) if options.codecs == "ablation" else options.codecs.split()
+    for row in rows(Bench(config, weights, ids, known), names, options.rounds):
         report.add(row)
         print(f"{row.name}: {row.value:.4g} {row.unit}", file=sys.stderr, flush=True)
     report.show(options.json)

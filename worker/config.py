@@ -74,7 +74,7 @@ class ReplicaConfig:
     kv_codec: str = "model"  # and on it: in the model's dtype (kernels/codecs/names.py)
     namespace: str = "default"
     retention: str = ""  # which tokens stay: a policy, "requests": what they ask for; "" = all stay
-    calibration: str = ""  # a file of `banyan calibrate`, for policies that need one
+    calibration: str = ""  # a file of `banyan calibrate`, for policies and codecs that need one
 
     def as_dict(self) -> dict[str, Any]:
         """For `ReplicaConfig(**d)` on the other side."""

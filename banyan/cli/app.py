@@ -12,6 +12,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from banyan.cli.bench import bench_app
+from banyan.cli.episodes import episodes
 from banyan.cli.options import Address, ApiKey, Name
 from banyan.cli.simulate_options import simulate
 from seams.errors import BanyanError
@@ -28,6 +29,7 @@ cache_app = typer.Typer(help="Look into disk tiers and the shared tier.", no_arg
 app.add_typer(cache_app, name="cache")
 app.add_typer(bench_app, name="bench")
 app.command("simulate")(simulate)
+app.command("episodes")(episodes)
 
 INTERRUPTED = 130  # what shells and Typer say for SIGINT
 
@@ -107,7 +109,7 @@ def up(
         str, typer.Option(help="KV off the device: none, fp8 or turboquant4.")
     ] = "none",
     kv_codec: Annotated[
-        str, typer.Option(help="KV on the device: model, fp8 or turboquant:k4v4 (bits of each).")
+        str, typer.Option(help="KV on the device: model, fp8, turboquant:k4v4 or oscar.")
     ] = "model",
     retention: Retention = "",
     calibration: Calibration = "",

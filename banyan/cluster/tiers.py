@@ -18,7 +18,7 @@ from banyan.cluster.spec import ClusterSpec
 from banyan.home import write_private
 from seams.errors import InvalidRequest, LaunchError
 from seams.urls import FILE_MARK, has_password, port_is_valid, read_url, without_password
-from worker.service.settings import check_cold_codec, check_kv_codec
+from worker.service.settings import check_cold_codec, check_kv_codec, check_oscar
 
 EMBEDDED = "embedded"
 URL_FILE = "redis"  # in the cluster's run folder: what replicas read the server's URL from
@@ -47,6 +47,7 @@ def check_tiers(spec: ClusterSpec) -> None:
         raise LaunchError(f"--cold-codec: {error.message}") from None
     try:
         check_kv_codec(spec.kv_codec, spec.cold_codec, batch_invariant=spec.batch_invariant)
+        check_oscar(spec.kv_codec, spec.calibration, spec.retention)
     except InvalidRequest as error:
         raise LaunchError(f"--kv-codec: {error.message}") from None
 

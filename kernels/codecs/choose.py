@@ -9,7 +9,8 @@ import torch
 from kernels.codecs.base import KVCodec, LayerCodec, VectorCodec
 from kernels.codecs.fp8 import Fp8Vectors, LayerScales, calibration_of
 from kernels.codecs.model_dtype import PlainVectors
-from kernels.codecs.names import FP8, KEY_FP8, TURBOQUANT, CodecName
+from kernels.codecs.names import FP8, KEY_FP8, OSCAR, TURBOQUANT, CodecName
+from kernels.codecs.oscar import LayerRotations, oscar
 from kernels.codecs.turboquant import TurboVectors
 
 SEED = 0  # of the signs before TurboQuant's Hadamard matrix; part of the codec's id
@@ -22,12 +23,17 @@ def make_codec(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     scales: Sequence[LayerScales] | None = None,
+    rotations: Sequence[LayerRotations] | None = None,
 ) -> KVCodec | None:
-    """None for `model`: pages then hold the dtype, read in place. `scales` by layer for what is
-    stored in FP8; 1 without.
+    """None for `model`: pages then hold the dtype, read in place. By layer: `scales` for what is
+    stored in FP8, 1 without; `rotations` for OSCAR, which needs them.
 
     Boundaries that meet leave no layer to encode; that is allowed and saves nothing.
     """
+    if name.kind == OSCAR:
+        assert rotations is not None and len(rotations) == layers, "OSCAR is calibrated"
+        there = [LayerRotations(r.keys.to(device), r.values.to(device)) for r in rotations]
+        return oscar(there, f"-s{name.sink_tokens}-w{name.window_tokens}")
     if name.kind not in (FP8, TURBOQUANT):
         return None
     turbo = {

@@ -6,7 +6,8 @@ second moments; values' that of what attention makes of them. Eigenvectors are m
 matrix, after which every coordinate has the same energy. Per KV head: one basis for all heads of a
 layer costs models with many heads a sixth of their perplexity.
 
-The codec alone is not the method: sinks and recent tokens stay in the model's dtype.
+The codec alone is not the method: sinks and recent tokens stay in the model's dtype, which is what
+kernels/hybrid.py computes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from kernels.codecs.uniform import UniformVectors
 
 BITS = 2
 CLIP_KEYS, CLIP_VALUES = 0.96, 0.92
-SINK_TOKENS, RECENT_TOKENS = 64, 256
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ def oscar_layer(rotations: LayerRotations) -> LayerCodec:
     )
 
 
-def oscar(layers: Sequence[LayerRotations]) -> KVCodec:
-    """The codec of a model, its calibration named by the rotations."""
-    return KVCodec(
-        "oscar-int2", tuple(oscar_layer(layer) for layer in layers), calibration_of(layers)
-    )
+def oscar(layers: Sequence[LayerRotations], suffix: str = "") -> KVCodec:
+    """The codec of a model, its calibration named by the rotations. `suffix` of its id says what
+    else decides the codes: those of deeper layers depend on what was read exactly before them."""
+    coded = tuple(oscar_layer(layer) for layer in layers)
+    return KVCodec(f"oscar-int2{suffix}", coded, calibration_of(layers))

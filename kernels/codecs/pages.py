@@ -143,6 +143,20 @@ class CodecAttention:
         """As AttentionBackend.attend."""
         if not isinstance(pages, CodecPages):
             return self._inner.attend(q, pages, batch, spec, want_lse)
-        turned = pages.codec.rotate_q(q).to(q.dtype)
-        attended = self._inner.attend(turned, pages, batch, spec, want_lse)
-        return Attended(pages.codec.unrotate_o(attended.out).to(q.dtype), attended.lse)
+        return attend_coded(self._inner, pages.codec, q, pages, batch, spec, want_lse)
+
+
+def attend_coded(
+    backend: AttentionBackend,
+    codec: LayerCodec,
+    q: torch.Tensor,
+    pages: PageLoader,
+    batch: AttentionBatch,
+    spec: AttentionSpec,
+    want_lse: bool = True,
+) -> Attended:
+    """Attention of `backend` over pages in the codec's basis: queries are turned into it and output
+    is turned back, once each. As AttentionBackend.attend."""
+    turned = codec.rotate_q(q).to(q.dtype)
+    attended = backend.attend(turned, pages, batch, spec, want_lse)
+    return Attended(codec.unrotate_o(attended.out).to(q.dtype), attended.lse)

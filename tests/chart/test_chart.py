@@ -35,6 +35,13 @@ VARIANTS = {
     "metrics": {"observability": {"metrics": {"enabled": True, "port": 9999}}},
     "http": {"router": {"http": {"enabled": True, "port": 8123}}},
     "two groups": {"workers": [DEFAULTS["workers"][0], CPU["workers"][0]]},
+    "codes on the device": {
+        "model": {"kvCodec": "oscar:sinks=64,window=256", "calibration": "/models/m.calibration"}
+    },
+    "codes below it": {
+        "kvstore": {"hostGib": 4, "coldCodec": "turboquant4"},
+        "model": {"retention": "triattention", "calibration": "/models/m.calibration"},
+    },
 }
 
 
@@ -168,6 +175,24 @@ def test_tiers_arrive_at_the_replica_with_room_to_lie_in() -> None:
     assert args["redis"] == f"@{mounts(owner)['redis']}/url" and args["namespace"] == "llm.banyan"
 
 
+@pytest.mark.parametrize(
+    ("values", "kv", "cold", "retention"),
+    [
+        ("defaults", "model", "none", ""),
+        ("codes on the device", "oscar:sinks=64,window=256", "none", ""),
+        ("codes below it", "model", "turboquant4", "triattention"),
+    ],
+)
+def test_codecs_and_retention_arrive_at_the_replica(
+    values: str, kv: str, cold: str, retention: str
+) -> None:
+    _, args = worker_pod(VARIANTS[values])
+    assert (args["kv-codec"], args["cold-codec"]) == (kv, cold)
+    assert args.get("retention", "") == retention
+    calibrated = args.get("calibration", "")
+    assert calibrated == VARIANTS[values].get("model", {}).get("calibration", "")
+
+
 def test_replicas_can_parse_what_the_chart_says(tmp_path: Path) -> None:
     from banyan.cluster import pod
     from worker.service.settings import parse_config
@@ -251,6 +276,9 @@ def altered(path: str, value: object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "value"),
     [
+        ("model.kvCodec", "zip"),
+        ("model.kvCodec", "turboquant:k5v4"),
+        ("kvstore.coldCodec", "oscar"),
         ("router.replicas", 0),
         ("router.replicas", "two"),
         ("router.ports.grpc", 70000),

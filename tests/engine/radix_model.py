@@ -44,11 +44,14 @@ class Entry:
 
 
 class NaivePrefixes:
-    """The dict. `windows`: group -> window_tokens."""
+    """The dict. `windows`: group -> window_tokens, `sinks`: -> leading blocks always seen."""
 
-    def __init__(self, block_tokens: int, windows: dict[int, int]) -> None:
+    def __init__(
+        self, block_tokens: int, windows: dict[int, int], sinks: dict[int, int] | None = None
+    ) -> None:
         self.size = block_tokens
         self.windows = windows
+        self.sinks = sinks or {}
         self.entries: dict[str, Entry] = {}
         self._now = 0
 
@@ -77,7 +80,8 @@ class NaivePrefixes:
     def _window_there(self, text: str, depth: int, group: int) -> bool:
         first = max(0, depth - self.windows[group]) // self.size
         last = (depth - 1) // self.size
-        ends = (min(depth, (block + 1) * self.size) for block in range(first, last + 1))
+        seen = {*range(min(self.sinks.get(group, 0), last + 1)), *range(first, last + 1)}
+        ends = (min(depth, (block + 1) * self.size) for block in seen)
         return all(group in self.entries[text[: end + 1]].groups for end in ends)
 
     def insert(self, text: str, end: int, blocks: Sequence[Sequence[int]]) -> None:

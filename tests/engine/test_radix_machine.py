@@ -26,13 +26,15 @@ SEEDS = 20
 OPERATIONS = 1_000
 OPERATIONS_SOAK = 100_000
 FULL, WINDOW, LATENT = GroupKind.FULL, GroupKind.WINDOW, GroupKind.LATENT
-# name -> (block_tokens, [(kind, blocks, window_tokens)])
+WITH_SINKS, SINK_TOKENS = 28, 6
+# name -> (block_tokens, [(kind, blocks, window_tokens)]); WITH_SINKS blocks: a window with sinks
 SHAPES = {
     "full": (4, [(FULL, 26, 0)]),
     "full+window": (4, [(FULL, 40, 0), (WINDOW, 26, 6)]),
     "latent": (3, [(LATENT, 30, 0)]),
     "full+latent+windows": (2, [(FULL, 70, 0), (LATENT, 70, 0), (WINDOW, 40, 3), (WINDOW, 60, 8)]),
     "window, one-token blocks": (1, [(FULL, 90, 0), (WINDOW, 60, 4)]),
+    "full+window, sinks": (4, [(FULL, 40, 0), (WINDOW, WITH_SINKS, 6)]),
 }
 
 
@@ -57,15 +59,19 @@ class Machine:
         self.rng = random.Random(seed)
         self.size, groups = SHAPES[shape]
         self.groups = [
-            KVGroup(g, kind, (g,), 64, window) for g, (kind, _, window) in enumerate(groups)
+            KVGroup(
+                g, kind, (g,), 64, window, sink_tokens=SINK_TOKENS if count == WITH_SINKS else 0
+            )
+            for g, (kind, count, window) in enumerate(groups)
         ]
+        self.sinks = {g.id: g.sink_blocks(self.size) for g in self.groups}
         self.pools = [
             BlockPool(group, blocks, self.on_free)
             for group, (_, blocks, _) in zip(self.groups, groups, strict=True)
         ]
         self.windows = {g.id: g.window_tokens for g in self.groups if g.kind is WINDOW}
         self.cache = RadixCache(self.pools, self.size)
-        self.model = NaivePrefixes(self.size, self.windows)
+        self.model = NaivePrefixes(self.size, self.windows, self.sinks)
         self.alphabet = Alphabet()
         # What each position of each block holds: the prefix it was computed from.
         self.content = [[[""] * self.size for _ in range(blocks)] for _, blocks, _ in groups]
@@ -115,8 +121,9 @@ class Machine:
             left = 0
             if g in self.windows:
                 left = min(full, max(0, match.tokens - self.windows[g]) // self.size)
-            assert all(block == -1 for block in run[:left])
-            whole = [(i, run[i], self.size) for i in range(left, full)]
+            kept = min(left, self.sinks[g])
+            assert all(block == -1 for block in run[kept:left])
+            whole = [(i, run[i], self.size) for i in (*range(kept), *range(left, full))]
             part = [(full, match.boundary[g], rest)] if match.boundary is not None else []
             for i, block, count in whole + part:
                 first = i * self.size
@@ -178,7 +185,7 @@ class Machine:
                 self.content[g][request.blocks[g][i]][j] = request.text[: position + 2]
             request.computed = position + 1
         for g, window in self.windows.items():
-            for i in range(max(0, request.computed - window) // self.size):
+            for i in range(self.sinks[g], max(0, request.computed - window) // self.size):
                 if request.blocks[g][i] >= 0 and self.rng.random() < 0.9:
                     self.pools[g].release([request.blocks[g][i]])
                     request.blocks[g][i] = -1
@@ -276,6 +283,7 @@ class Machine:
             for g in sorted(entry.groups):
                 if self.block(there[text], text, g) < 0:
                     inside = (index + 1) * self.size <= ends[text] - self.windows[g]
+                    inside = inside and index >= self.sinks[g]
                     gone = self.pools[g].references(blocks[text, g]) == 0
                     assert short[g] and ((inside and gone) or not self.model.eviction_order())
                     entry.groups.remove(g)

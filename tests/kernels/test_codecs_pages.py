@@ -84,8 +84,20 @@ def test_names() -> None:
         "turboquant:k4v8",
         "turboquant:k4",
         "fp8,boundary=1",
+        "oscar:",
+        "oscar:sinks=1,sinks=2",
+        "oscar:window=0",
+        "oscar:window=70000",
+        "oscar,boundary=1",
+        "oscarine",
     ):
         assert parse_codec(wrong) is None
+    for text, sinks, window in (
+        ("oscar", 64, 256),
+        ("oscar:sinks=0", 0, 256),
+        ("oscar:window=32,sinks=16", 16, 32),
+    ):
+        assert parse_codec(text) == CodecName("oscar", 2, 2, 0, sinks, window)
     texts = ["fp8", "turboquant", "turboquant:k3v4", "turboquant:k4v3", "turboquant,boundary=1"]
     assert len({codec_id(chosen(text)) for text in texts}) == len(texts)
     assert make_codec(chosen("model"), 2, 64, torch.bfloat16) is None

@@ -10,9 +10,21 @@ from random_decoders import CPU, config_of, random_weights
 from kernels.backends import backend_for
 from kernels.codecs.choose import make_codec
 from kernels.codecs.names import parse_codec
+from kernels.codecs.oscar import LayerRotations, fit_rotation, second_moment
+from worker.models.config import ModelConfig
 from worker.models.llama import LlamaModel
+from worker.models.making import recode_oscar
 
 CODECS = ("fp8", "turboquant:k4v4", "turboquant:k8v3", "turboquant:k4v2,boundary=1")
+OSCAR = "oscar:sinks=16,window=24"  # so that short texts have all three kinds of tokens
+
+
+def rotations(config: ModelConfig) -> list[LayerRotations]:
+    """Bases of random directions, of each layer and KV head."""
+    generator, dim = torch.Generator().manual_seed(3), config.head_dim
+    shape = (config.layers, 2, config.kv_heads, 4 * dim, dim)
+    rows = torch.randn(shape, generator=generator) * torch.rand(dim, generator=generator)
+    return [LayerRotations(*fit_rotation(second_moment(layer))) for layer in rows]
 
 
 def coded(
@@ -32,6 +44,9 @@ def coded(
         block_tokens=16,
         context_tokens=config.context_tokens,
     )
+    if name.kind == "oscar":
+        recode_oscar(model, name, config, rotations(config), weights.embedding)
+        return model
     found = make_codec(name, config.layers, config.head_dim, dtype)
     if found is not None:
         model.recode(found)

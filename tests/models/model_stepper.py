@@ -93,7 +93,8 @@ class Stepper:
             while len(table) * size < last:
                 table.append(self._free[group].pop())
             if spec.kind is GroupKind.WINDOW:
-                self._release(group, table, first - spec.window_tokens + 1)
+                sinks = spec.sink_blocks(size)
+                self._release(group, table, sinks, first - spec.window_tokens + 1)
             plan.tables[group].append(list(table))
             plan.slots[group] += [table[p // size] * size + p % size for p in range(first, last)]
         for position in range(first, last):
@@ -105,9 +106,9 @@ class Stepper:
         plan.lengths.append(last)
         sequence.computed = last
 
-    def _release(self, group: int, table: list[int], first_visible: int) -> None:
-        """Poison and reuse blocks that lie wholly before the first visible position."""
-        for index in range(max(first_visible, 0) // self.model.spec.block_tokens):
+    def _release(self, group: int, table: list[int], sinks: int, first_visible: int) -> None:
+        """Poison and reuse blocks that lie wholly before the first visible position, sinks kept."""
+        for index in range(sinks, max(first_visible, 0) // self.model.spec.block_tokens):
             if table[index] >= 0:
                 self.model.poison(group, [table[index]])
                 self._free[group].insert(0, table[index])

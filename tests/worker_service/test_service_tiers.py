@@ -61,8 +61,13 @@ def config(**fields: Any) -> ReplicaConfig:
         ({"cold_codec": "zip"}, "The cold codec must be none, fp8 or turboquant4."),
         ({"cold_codec": "fp8", "batch_invariant": True}, "not with batch-invariant serving."),
         ({"cold_codec": "turboquant4", "batch_invariant": True}, "rounds what it stores, so"),
-        ({"kv_codec": "turboquant:k9v9"}, "The KV codec must be model, fp8, or turboquant:kAvB"),
-        ({"kv_codec": "turboquant", "batch_invariant": True}, "not with batch-invariant serving."),
+        ({"kv_codec": "turboquant:k9v9"}, "The KV codec must be model, fp8, turboquant:kAvB"),
+        ({"kv_codec": "oscar"}, "needs a calibration of the model"),
+        (
+            {"kv_codec": "oscar", "calibration": "file", "retention": "streaming"},
+            "one of the two, not both.",
+        ),
+        ({"kv_codec": "oscar", "batch_invariant": True}, "not with batch-invariant serving."),
         ({"kv_codec": "fp8", "cold_codec": "fp8"}, "the cold codec must be none."),
     ],
 )

@@ -40,6 +40,7 @@ class PagedMemory:
         self.block_tokens = block_tokens
         windows = [pool.group.window_tokens for pool in pools]
         self._windows = [(g, window) for g, window in enumerate(windows) if window]
+        self._sinks = [pool.group.sink_blocks(block_tokens) for pool in pools]
         # Per group: references that only wait for a copy, which runs before anybody writes.
         self._sources: list[Counter[int]] = [Counter() for _ in pools]
 
@@ -47,6 +48,13 @@ class PagedMemory:
         """Blocks that are free or that eviction can free."""
         pool = self.pools[group]
         return pool.free + (self.cache.evictable(group) if self.cache else 0)
+
+    def token_bytes(self) -> float:
+        """Bytes of all groups' blocks in use, per position that those of group 0 have; 0 = none."""
+        used = [pool.total - pool.free for pool in self.pools]
+        sizes = [pool.group.block_bytes * pool.group.ranks for pool in self.pools]
+        held = sum(count * size for count, size in zip(used, sizes, strict=True))
+        return held / (used[0] * self.block_tokens) if used[0] else 0.0
 
     def fits_alone(self, tokens: int) -> bool:
         """Whether a sequence of so many computed tokens can exist in empty pools."""
@@ -56,13 +64,16 @@ class PagedMemory:
         """Blocks of a group that a sequence of so many tokens occupies, a window's at its worst."""
         blocks = blocks_for(tokens, self.block_tokens)
         window = self.pools[group].group.window_tokens
-        return min(blocks, blocks_for(window - 1, self.block_tokens) + 1) if window else blocks
+        if not window:
+            return blocks
+        return min(blocks, self._sinks[group] + blocks_for(window - 1, self.block_tokens) + 1)
 
     def held_alone(self, sequence: Sequence, group: int) -> int:
         """Blocks of a group that a sequence holds, those left out that another one held before."""
         table = sequence.tables[group]
-        if self.pools[group].group.window_tokens:  # what a window passed leads the table
-            return len(table) - bisect_left(table, 0)
+        if self.pools[group].group.window_tokens:  # what it passed leads the table, but for sinks
+            sinks = min(len(table), self._sinks[group])
+            return sinks + len(table) - bisect_left(table, 0, sinks)
         return len(table) - sequence.shared
 
     def match(self, sequence: Sequence) -> Match | None:
@@ -119,10 +130,10 @@ class PagedMemory:
     def has_hole(self, sequence: Sequence) -> bool:
         """Whether a position its next token would see is in no block: a match's windows reach back
         from its end, so the match without its boundary may lack what lies before them."""
-        for pool, table in zip(self.pools, sequence.tables, strict=True):
+        for pool, table, sinks in zip(self.pools, sequence.tables, self._sinks, strict=True):
             window = pool.group.window_tokens
             first = max(0, sequence.computed - window + 1) // self.block_tokens if window else 0
-            if any(block < 0 for block in table[first:]):
+            if any(block < 0 for part in (table[:sinks], table[first:]) for block in part):
                 return True
         return False
 
@@ -173,30 +184,34 @@ class PagedMemory:
 
     def open_blocks(self, sequence: Sequence, stop: int, firsts: Seq[int]) -> bool:
         """Own blocks behind what is computed, which ends on a block edge, for content that comes
-        from elsewhere: up to block `stop`, in group g only from firsts[g] on, -1 before. False, and
-        nothing changed, if they are not to be had. To be followed by `close_blocks`.
+        from elsewhere: up to block `stop`, in group g only sinks and from firsts[g] on, -1 between.
+        False, and nothing changed, if they are not to be had. To be followed by `close_blocks`.
         """
         at, offset = divmod(sequence.computed, self.block_tokens)
         assert offset == 0 and all(len(table) == at for table in sequence.tables)
-        if not self._reserve([stop - first for first in firsts]):
+        sinks = [max(at, min(s, first)) for s, first in zip(self._sinks, firsts, strict=True)]
+        between = [first - edge for first, edge in zip(firsts, sinks, strict=True)]
+        if not self._reserve([stop - at - absent for absent in between]):
             return False
         _changed(sequence, at)
-        for g, (table, first) in enumerate(zip(sequence.tables, firsts, strict=True)):
-            table.extend([-1] * (first - at))
-            table.extend(self._allocate(g, stop - first))
+        for g, table in enumerate(sequence.tables):
+            table.extend(self._allocate(g, sinks[g] - at))
+            table.extend([-1] * between[g])
+            table.extend(self._allocate(g, stop - firsts[g]))
         return True
 
     def close_blocks(self, sequence: Sequence, firsts: Seq[int]) -> None:
         """After `open_blocks`, with `computed` where the content ends: give back the rest, and, if
-        all came, what no row can see from here on: blocks of a group before firsts[g]."""
+        all came, what no row can see from here on: blocks of a group between its sinks and
+        firsts[g]."""
         self.trim(sequence)
         for g, first in enumerate(firsts):
             if self.pools[g].group.window_tokens:
-                table = sequence.tables[g]
-                passed = [block for block in table[:first] if block >= 0]
+                table, sinks = sequence.tables[g], self._sinks[g]
+                passed = [block for block in table[sinks:first] if block >= 0]
                 if passed and first < len(table):
                     _changed(sequence, 0)
-                    table[:first] = [-1] * first
+                    table[sinks:first] = [-1] * (first - sinks)
                     self.pools[g].release(passed)
         sequence.writable_to = 0
 
@@ -276,9 +291,9 @@ class PagedMemory:
     def _pass_windows(self, sequence: Sequence) -> None:
         """Let go of blocks that no row from here on can see."""
         for g, window in self._windows:
-            table, passed = sequence.tables[g], []
+            table, passed, sinks = sequence.tables[g], [], self._sinks[g]
             at = (sequence.computed - window + 1) // self.block_tokens - 1
-            while at >= 0 and table[at] >= 0:
+            while at >= sinks and table[at] >= 0:
                 passed.append(table[at])
                 table[at] = -1
                 at -= 1
@@ -428,9 +443,11 @@ class PagedMemory:
         held: list[Counter[int]] = [Counter() for _ in self.pools]
         for sequence in sequences:
             for g, table in enumerate(sequence.tables):
-                there = [block for block in table if block >= 0]
-                held[g].update(there)
-                assert table[len(table) - len(there) :] == there, "a hole inside a block table"
+                sinks, rest = table[: self._sinks[g]], table[self._sinks[g] :]
+                there = [block for block in rest if block >= 0]
+                held[g].update(sinks + there)
+                assert min(sinks, default=0) >= 0, "a sink's block is gone"
+                assert rest[len(rest) - len(there) :] == there, "a hole inside a block table"
             for copy in sequence.copies:
                 held[copy.group][copy.source] += 1
             self._check_retained(sequence)
@@ -456,7 +473,7 @@ class PagedMemory:
         assert ordered.min() >= 0 and ordered.max() < sequence.computed
         assert (positions[:, : retained.fixed] == np.arange(retained.fixed)).all()
         assert (positions[:, : retained.plain] == np.arange(retained.plain)).all()
-        if retained.policy.quota.suffix:
+        if retained.policy.quota.suffix and not retained.resumed:  # choices share what it resumed
             for pool, table in zip(self.pools, sequence.tables, strict=True):
                 own = table[blocks_for(retained.fixed, self.block_tokens) :]
                 assert all(pool.references(block) == 1 for block in own), "pruned blocks are shared"

@@ -14,7 +14,7 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from kvstore.fetch import Fetch, Place, Row
-from kvstore.groups import GroupKind
+from kvstore.groups import GroupKind, KVGroup
 from kvstore.keys import extend, parent_of_first, tokens_u32le
 from kvstore.tiered import TieredStore
 from kvstore.tiers.base import BlockName
@@ -124,7 +124,7 @@ class Promoter:
                 for i in range(first, end)
             ]
             window = blocks_for(group.window_tokens, size) + 1 if group.window_tokens else 0
-            rows.append(Row(names, group.block_bytes, window))
+            rows.append(Row(names, group.block_bytes, window, group.sink_blocks(size)))
         return rows
 
     @_guarded(None)
@@ -210,21 +210,27 @@ class Promoter:
             fetch.place(group.id, block) is Place.READY
             for group, first in zip(self._groups, self._visible(stop), strict=True)
             if group.window_tokens
-            for block in range(max(at, first), stop)
+            for block in (*self._sinks(group, at, first), *range(max(at, first), stop))
         )
+
+    def _sinks(self, group: KVGroup, at: int, first: int) -> range:
+        """Blocks of a group from `at` on that are seen although its window begins at `first`."""
+        return range(at, min(group.sink_blocks(self._memory.block_tokens), first))
 
     def _copy_in(
         self, sequence: Sequence, fetch: Fetch, at: int, stop: int, firsts: Seq[int]
     ) -> int:
         """Fill opened blocks; returns the block at which one was not there any more."""
         for group in self._groups:
-            block = firsts[group.id]
-            while block < stop:
-                numbers = sequence.tables[group.id][block : min(stop, block + COPIED_AT_ONCE)]
-                came = self._copy_blocks(fetch, group.id, block, numbers)
-                block += came
-                if came < len(numbers):
-                    stop = max(at, block)
+            first = firsts[group.id]
+            for block, end in ((at, self._sinks(group, at, first).stop), (first, stop)):
+                while block < min(end, stop):
+                    until = min(end, stop, block + COPIED_AT_ONCE)
+                    numbers = sequence.tables[group.id][block:until]
+                    came = self._copy_blocks(fetch, group.id, block, numbers)
+                    block += came
+                    if came < len(numbers):
+                        stop = max(at, block)
         return stop
 
     def _copy_blocks(self, fetch: Fetch, group: int, block: int, numbers: list[int]) -> int:

@@ -114,7 +114,8 @@ class RadixCache:
         blocks = [tuple(run[:full]) for run in runs] or [()] * len(self._pools)
         for g, window in self._windows:
             left = min(full, max(0, matched - window) // self._size)
-            blocks[g] = (-1,) * left + blocks[g][left:]
+            kept = min(left, self._pools[g].group.sink_blocks(self._size))
+            blocks[g] = blocks[g][:kept] + (-1,) * (left - kept) + blocks[g][left:]
         boundary = tuple(node.tail) if matched % self._size else None
         return Match(matched, tuple(blocks), boundary, node, self._tree.version)
 
@@ -123,8 +124,9 @@ class RadixCache:
         settled = False
         while not settled:
             settled = True
-            for g, window in self._windows:
-                usable = fit_window(path, runs[g], g, window, matched, self._size)
+            for g, _ in self._windows:
+                group = self._pools[g].group
+                usable = fit_window(path, runs[g], group, matched, self._size)
                 settled = settled and usable == matched
                 matched = usable
         return matched

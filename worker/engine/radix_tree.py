@@ -167,12 +167,15 @@ class RadixTree:
             self.version += 1
 
     def strip_everywhere(self, group: int, count: int) -> None:
-        """Free up to `count` blocks of a window group, wherever only nodes refer to them. Looks at
-        every node: a last resort."""
-        nodes = self.nodes()
-        while count > 0 and (node := next(nodes, None)) is not None:
-            count -= strip_node(node, group, count, self.pools[group], self.log, self.leave)
-            self.version += 1
+        """Free up to `count` blocks of a window group, wherever only nodes refer to them, sinks
+        last. Looks at every node: a last resort."""
+        pool = self.pools[group]
+        for spared in sorted({pool.group.sink_blocks(self._size), 0}, reverse=True):
+            nodes = self.nodes()
+            while count > 0 and (node := next(nodes, None)) is not None:
+                first = spared - node.start // self._size
+                count -= strip_node(node, first, count, pool, self.log, self.leave)
+                self.version += 1
 
     def leave(self, node: Node, group: int, at: Iterable[int]) -> None:
         """Say that the node is about to let go of full blocks `at` of a group, parents first."""

@@ -1,9 +1,10 @@
 """Window groups in the radix tree: where a match may end, and which blocks matches rarely need.
 
 It knows nodes of one group at a time. A window group's block serves only matches that end in it or
-less than a window after it. Inside a long node nobody has branched off yet, so blocks farther from
-the node's end than the window (its *interior*) are the first to go when the group runs short: that
-takes nothing from matches that end where earlier ones ended, and no block of another group.
+less than a window after it; one with sinks serves every longer match too. Inside a long node nobody
+has branched off yet, so blocks farther from the node's end than the window (its *interior*, sinks
+left out) are the first to go when the group runs short: that takes nothing from matches that end
+where earlier ones ended, and no block of another group.
 Locks do not matter here: a block that only the cache refers to is needed by no running request.
 """
 
@@ -11,7 +12,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
+from kvstore.groups import KVGroup
 from worker.engine.block_pool import BlockPool
 from worker.engine.messages import CacheOpKind
 from worker.engine.radix_node import Node
@@ -19,24 +22,26 @@ from worker.engine.radix_ops import OpLog
 
 
 def fit_window(
-    path: Sequence[Node], run: Sequence[int], group: int, window: int, matched: int, size: int
+    path: Sequence[Node], run: Sequence[int], group: KVGroup, matched: int, size: int
 ) -> int:
-    """The longest match <= `matched` whose last `window` positions `group` still has.
+    """The longest match <= `matched` whose sinks and last `window_tokens` positions `group` still
+    has.
 
     `path` are the matching nodes from the root, `run` the group's full blocks along them, `size`
     the tokens of a block. Walks back from the end; each block is looked at about once.
     """
-    depth = len(path) - 1
+    depth, sinks = len(path) - 1, group.sink_blocks(size)
     while matched > 0:
         last = (matched - 1) // size
         while path[depth].start >= matched:
             depth -= 1
         node = path[depth]  # its block, not a deeper node's copy, has the last position
-        if node.block_at(group, last - node.start // size) < 0:
+        if node.block_at(group.id, last - node.start // size) < 0:
             matched = max(node.start, last * size)
             continue
-        first = max(0, matched - window) // size
-        hole = next((i for i in range(last - 1, first - 1, -1) if run[i] < 0), None)
+        first = max(0, matched - group.window_tokens) // size
+        seen = chain(range(min(sinks, first)), range(last - 1, first - 1, -1))
+        hole = next((i for i in seen if run[i] < 0), None)
         if hole is None:
             return matched
         matched = (hole + 1) * size
@@ -48,15 +53,17 @@ Leave = Callable[[Node, int, list[int]], None]
 
 
 def strip_node(
-    node: Node, group: int, wanted: int, pool: BlockPool, log: OpLog, leave: Leave
+    node: Node, first: int, wanted: int, pool: BlockPool, log: OpLog, leave: Leave
 ) -> int:
-    """Let go of blocks of `group` in `node` that only nodes refer to, the deepest first, until
-    `wanted` are free; returns how many are. One that nodes share is free once all let go."""
+    """Let go of blocks of the pool's group in `node` that only nodes refer to, the deepest first
+    and none before the node's block `first`, until `wanted` are free; returns how many are. One
+    that nodes share is free once all let go."""
+    group, first = pool.group.id, max(0, first)
     run, tail, freed = node.blocks[group], node.tail, 0
-    if tail and tail[group] >= 0 and pool.is_evictable(tail[group]):
+    if tail and len(run) >= first and tail[group] >= 0 and pool.is_evictable(tail[group]):
         freed += pool.release_idle([tail[group]])
         tail[group] = -1
-    for i in range(len(run) - 1, -1, -1):
+    for i in range(len(run) - 1, first - 1, -1):
         if freed == wanted:
             break
         if run[i] >= 0 and pool.is_evictable(run[i]):
@@ -74,11 +81,12 @@ class InteriorBlocks:
         self._pool = pool
         self._group = group
         self._size = block_tokens
+        self._sinks = pool.group.sink_blocks(block_tokens)
         self._nodes: OrderedDict[Node, None] = OrderedDict()
 
     def note(self, node: Node) -> None:
         """`node` was used just now."""
-        if self._count(node) > 0:
+        if self._inside(node):
             self._nodes[node] = None
             self._nodes.move_to_end(node)
 
@@ -93,7 +101,7 @@ class InteriorBlocks:
         while freed < wanted and self._nodes:
             node = next(iter(self._nodes))
             run, taken = node.blocks[self._group], []
-            for i in range(self._count(node) - 1, -1, -1):
+            for i in reversed(self._inside(node)):
                 if run[i] >= 0 and self._pool.references(run[i]) == 1:
                     taken.append(i)
                     if freed + len(taken) == wanted:
@@ -111,7 +119,7 @@ class InteriorBlocks:
     def __iter__(self) -> Iterator[Node]:
         return iter(self._nodes)
 
-    def _count(self, node: Node) -> int:
-        """How many of the node's first full blocks lie outside the window before its end."""
-        edge = (node.end - self._pool.group.window_tokens) // self._size
-        return edge - node.start // self._size
+    def _inside(self, node: Node) -> range:
+        """Which of the node's full blocks lie behind the sinks and before the window at its end."""
+        edge, first = (node.end - self._pool.group.window_tokens) // self._size, node.start
+        return range(max(0, self._sinks - first // self._size), edge - first // self._size)

@@ -40,6 +40,11 @@ def _window(block_tokens: int) -> KVGroup:
     return KVGroup(1, GroupKind.WINDOW, (1,), size, window_tokens=2 * block_tokens + 5)
 
 
+def _sinks(block_tokens: int) -> KVGroup:
+    size, window, sinks = block_tokens * _FULL_BYTES, block_tokens + 3, block_tokens + 2
+    return KVGroup(1, GroupKind.WINDOW, (0,), size, window_tokens=window, sink_tokens=sinks)
+
+
 def _latent(block_tokens: int) -> KVGroup:
     return KVGroup(0, GroupKind.LATENT, (0,), block_tokens * _LATENT_BYTES)
 
@@ -47,6 +52,7 @@ def _latent(block_tokens: int) -> KVGroup:
 SHAPES: dict[str, Callable[[int], tuple[KVGroup, ...]]] = {
     "full": lambda block_tokens: (_full(block_tokens),),
     "window": lambda block_tokens: (_full(block_tokens), _window(block_tokens)),
+    "sinks": lambda block_tokens: (_full(block_tokens), _sinks(block_tokens)),
     "latent": lambda block_tokens: (_latent(block_tokens),),
     "ranks": lambda block_tokens: (_full(block_tokens, ranks=2),),
 }
@@ -117,14 +123,20 @@ def _extend_full(key: bytes, width: int, prefix: bytes, start: int, ids: list[in
 
 
 def _extend_window(
-    key: bytes, width: int, window_tokens: int, prefix: bytes, start: int, ids: list[int]
+    key: bytes, width: int, group: KVGroup, prefix: bytes, start: int, ids: list[int]
 ) -> bytes:
-    """The same for a window group: each hashes only the window_tokens - 1 positions before it."""
-    seen, visible = bytearray(prefix), (window_tokens - 1) * width
+    """The same for a window group: each hashes the window_tokens - 1 positions before it and what
+    sinks lie before those. `prefix` is what the first of `ids` sees."""
+    seen, visible = bytearray(prefix), (group.window_tokens - 1) * width
+    sinks = bytearray(prefix[: group.sink_tokens * width])
     for position, token in enumerate(ids, start):
-        own = hashlib.blake2b(seen[-visible:], digest_size=width, key=key)
+        passed = min(group.sink_tokens, max(0, position - group.window_tokens + 1))
+        own = hashlib.blake2b(sinks[: passed * width], digest_size=width, key=key)
+        own.update(seen[-visible:])
         own.update(struct.pack("<II", position, token))
         seen += own.digest()
+        if position < group.sink_tokens:
+            sinks += own.digest()
     return bytes(seen[len(prefix) :])
 
 
@@ -163,8 +175,17 @@ class FakeModel:
         digests = [self._visible_digest(plan, sample.row) for sample in plan.samples]
         return self._logits(digests)
 
-    def _first_visible(self, group: KVGroup, position: int) -> int:
-        return max(0, position - group.window_tokens + 1) if group.window_tokens else 0
+    def _visible(self, group: KVGroup, position: int, stop: int) -> list[tuple[int, int]]:
+        """Ranges of positions before `stop` that the row at `position` sees in a group."""
+        if not group.window_tokens:
+            return [(0, stop)]
+        low = max(0, position - group.window_tokens + 1)
+        return [(0, min(group.sink_tokens, low)), (low, stop)]
+
+    def _read(self, pool: _Pool, table: Ints, position: int, stop: int) -> bytes:
+        """KV of these positions."""
+        parts = self._visible(pool.group, position, stop)
+        return b"".join(pool.read(table, *part) for part in parts)
 
     def _compute(self, plan: StepPlan, s: int) -> None:
         """Write the KV of sequence s's new rows, hashed from what its table shows before them."""
@@ -176,23 +197,23 @@ class FakeModel:
         assert plan.positions[begin:end].tolist() == list(range(logical, logical + end - begin))
         ids = plan.token_ids[begin:end].tolist()
         for g, pool in enumerate(self._pools):
-            seen = pool.read(plan.tables[g][s], self._first_visible(pool.group, first), first)
+            seen = self._read(pool, plan.tables[g][s], first, first)
             pool.write(plan.slots[g][begin:end], self._extend(g, seen, logical, ids))
 
     def _extend(self, g: int, seen: bytes, start: int, ids: list[int]) -> bytes:
-        key, width, window = self._keys[g], self._widths[g], self._spec.groups[g].window_tokens
-        if window:
-            return _extend_window(key, width, window, seen, start, ids)
+        key, width, group = self._keys[g], self._widths[g], self._spec.groups[g]
+        if group.window_tokens:
+            return _extend_window(key, width, group, seen, start, ids)
         return _extend_full(key, width, seen, start, ids)
 
     def _visible_digest(self, plan: StepPlan, row: int) -> bytes:
         """Hash of all KV that row sees, own position included, of every group."""
         s = bisect_right(plan.starts, row) - 1
         position = int(plan.lengths[s]) - (int(plan.starts[s + 1]) - row)
-        seen = []
-        for g, pool in enumerate(self._pools):
-            low = self._first_visible(pool.group, position)
-            seen.append(pool.read(plan.tables[g][s], low, position + 1))
+        seen = [
+            self._read(pool, plan.tables[g][s], position, position + 1)
+            for g, pool in enumerate(self._pools)
+        ]
         return hashlib.blake2b(b"".join(seen)).digest()
 
     def _logits(self, digests: list[bytes]) -> torch.Tensor:
@@ -256,16 +277,17 @@ class FakeModel:
         return kv
 
     def _oracle_append(self, kv: list[bytearray], start: int, ids: list[int]) -> None:
-        for g, group in enumerate(self._spec.groups):
-            low = self._first_visible(group, start) * self._widths[g]
-            kv[g] += self._extend(g, bytes(kv[g][low:]), start, ids)
+        for g in range(len(kv)):
+            kv[g] += self._extend(g, self._cut(kv, g, start), start, ids)
+
+    def _cut(self, kv: list[bytearray], g: int, position: int) -> bytes:
+        """Of a group's KV what the row at `position` sees."""
+        width, group = self._widths[g], self._spec.groups[g]
+        parts = self._visible(group, position, len(kv[g]) // width)
+        return b"".join(kv[g][first * width : stop * width] for first, stop in parts)
 
     def _oracle_logits(self, kv: list[bytearray]) -> torch.Tensor:
-        seen = []
-        for g, group in enumerate(self._spec.groups):
-            width = self._widths[g]
-            low = self._first_visible(group, len(kv[g]) // width - 1)
-            seen.append(bytes(kv[g][low * width :]))
+        seen = [self._cut(kv, g, len(kv[g]) // self._widths[g] - 1) for g in range(len(kv))]
         return self._logits([hashlib.blake2b(b"".join(seen)).digest()])[0]
 
 
@@ -289,7 +311,8 @@ def fake_model(
         known = ", ".join(SHAPES)
         raise ModelLoadError(f"There is no such fake model; the shapes are {known}.")
     groups = SHAPES[kind](block_tokens)
-    meaning = [(g.kind.value, g.window_tokens) for g in groups]
+    seen = [(g.window_tokens, g.sink_tokens) for g in groups]
+    meaning = [(g.kind.value, *(w if w[1] else w[:1])) for g, w in zip(groups, seen, strict=True)]
     identity = repr(("fake/1", weights, vocab_tokens, meaning)).encode()
     spec = ModelSpec(
         name=name,

@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from kernels.attention import AttentionBackend, AttentionBatch, AttentionSpec, PageLoader
 from kernels.batch import build_batch
 from kernels.codecs.base import KVCodec
-from kernels.codecs.pages import CodecAttention, CodecLayout
+from kernels.codecs.pages import CodecAttention, CodecLayout, CodecPages
 from kernels.codecs.slots import CodeSlots
-from kernels.layout import PageLayout
-from kernels.slots import SlotMover
+from kernels.hybrid import HybridAttention, HybridPages, HybridStep, MixedBlocks, Reach
+from kernels.layout import LayerPages, PageLayout
+from kernels.slots import SlotMover, Slots
 from kvstore.groups import GroupKind, KVGroup, Representation
 from worker.engine.plan import StepPlan
 from worker.models.base import AdapterSpec, ModelSpec
@@ -74,6 +75,29 @@ def coded_layouts(
     return tuple(made)
 
 
+def hybrid_layouts(
+    config: ModelConfig, block_tokens: int, dtype: torch.dtype, codec: KVCodec, reach: Reach
+) -> tuple[tuple[KVGroup, CodecLayout | PageLayout], ...]:
+    """The groups of a model that reads some positions exactly and the rest as codes: group 0 holds
+    codes of all positions, the last one sinks and windows of the same layers in the model's dtype.
+    Layers that slide are as they are: what they hold is bounded.
+    """
+    (full, exact), *sliding = page_layouts(config, block_tokens, dtype)
+    assert config.windows[full.layers[0]] == 0, "no layer looks back far"
+    codes = CodecLayout(
+        tuple(codec.layers[number] for number in full.layers), config.kv_heads, block_tokens
+    )
+    near = KVGroup(
+        1 + len(sliding),
+        GroupKind.WINDOW,
+        full.layers,
+        exact.block_bytes,
+        window_tokens=reach.window_tokens,
+        sink_tokens=reach.sink_tokens,
+    )
+    return (replace(full, block_bytes=codes.block_bytes), codes), *sliding, (near, exact)
+
+
 def numeric_class(
     device: torch.device,
     dtype: torch.dtype,
@@ -111,6 +135,16 @@ class _Layer:
     group: int
     index: int  # among the group's layers
     rope: int  # which of the model's tables
+
+
+@dataclass(frozen=True)
+class _LayerStep:
+    """What a step means to the attention of one layer."""
+
+    angles: tuple[torch.Tensor, torch.Tensor]
+    batch: AttentionBatch
+    hybrid: HybridStep | None  # of a layer that is stored twice
+    adapters: list[AdapterRows]
 
 
 class LlamaModel(PooledModel):
@@ -152,6 +186,9 @@ class LlamaModel(PooledModel):
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
         self._pools = BlockPools([group for group, _ in grouped], self._device)
         self._pages: list[list[PageLoader]] = []  # [group][layer of the group]
+        self._reach: Reach | None = None  # None: every layer is stored once
+        self._hybrids: list[HybridPages] = []  # of layers that are stored twice: those of group 0
+        self._hybrid_attention = HybridAttention(backend)
         self.tap: Tap | None = None  # told of every layer of every step; for calibration
         self._spec = ModelSpec(
             name=name,
@@ -182,13 +219,24 @@ class LlamaModel(PooledModel):
         own tokens too: where a prompt was cut, or whether its beginning was cached, changes nothing
         of what is attended to. Representation and numeric class name the codec.
         """
-        assert "-invariant-" not in self._spec.numeric_class
-        assert not isinstance(self._backend, CodecAttention), "once"
-        dtype = self._embedding.dtype
-        grouped = coded_layouts(self._config, self._spec.block_tokens, dtype, codec)
-        groups = tuple(group for group, _ in grouped)
-        self._layouts = tuple(layout for _, layout in grouped)
+        layouts = coded_layouts(self._config, self._spec.block_tokens, self._embedding.dtype, codec)
+        self._regroup(layouts, codec)
         self._backend = CodecAttention(self._backend)
+
+    def recode_behind(self, codec: KVCodec, reach: Reach) -> None:
+        """As `recode`, but what `reach` says is read exactly, from a group of its own. The codec's
+        id must say so too. Layers that slide keep the model's dtype."""
+        tokens, dtype = self._spec.block_tokens, self._embedding.dtype
+        self._regroup(hybrid_layouts(self._config, tokens, dtype, codec, reach), codec)
+        self._reach = reach
+
+    def _regroup(
+        self, grouped: Sequence[tuple[KVGroup, CodecLayout | PageLayout]], codec: KVCodec
+    ) -> None:
+        assert "-invariant-" not in self._spec.numeric_class
+        assert self._spec.representation.codec == "none", "once"
+        groups, dtype = tuple(group for group, _ in grouped), self._embedding.dtype
+        self._layouts = tuple(layout for _, layout in grouped)
         self._pools, self._pages = BlockPools(groups, self._device), []
         self._spec = replace(
             self._spec,
@@ -205,6 +253,14 @@ class LlamaModel(PooledModel):
             list(layout.pages(pool))
             for layout, pool in zip(self._layouts, self._pools.pools, strict=True)
         ]
+        if self._reach is not None:
+            mixed = MixedBlocks(blocks[0])
+            self._hybrids = [
+                HybridPages(codes, exact, mixed)
+                for codes, exact in zip(self._pages[0], self._pages[-1], strict=True)
+                if isinstance(codes, CodecPages) and isinstance(exact, LayerPages)
+            ]
+            assert len(self._hybrids) == len(self._pages[0])
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> torch.Tensor:
@@ -229,16 +285,24 @@ class LlamaModel(PooledModel):
         angles = [table.at(batches[0].positions) for table in self._ropes]
         starts = [int(start) for start in plan.starts]
         groups = adapter_rows(self._adapters, plan.adapters, starts, self._device)
+        hybrid = None
+        if self._reach is not None:
+            blocks = len(self._pools.pools[0])
+            hybrid = HybridStep(batches[0], batches[-1], self._reach, blocks)
         for layer in self._layers:
-            self._attend(layer, hidden, angles[layer.rope], batches[layer.group], groups)
+            twice = hybrid if layer.group == 0 else None
+            step = _LayerStep(angles[layer.rope], batches[layer.group], twice, groups)
+            self._attend(layer, hidden, step)
             self._feed_forward(layer, hidden, groups)
         return self._logits(hidden, [sample.row for sample in plan.samples])
 
     def _make_slots(self) -> list[SlotMover]:
         if self._spec.layouts:
             return super()._make_slots()
-        coded = [layout for layout in self._layouts if isinstance(layout, CodecLayout)]
-        return [CodeSlots(*pair) for pair in zip(coded, self._pools.pools, strict=True)]
+        return [
+            CodeSlots(layout, pool) if isinstance(layout, CodecLayout) else Slots(layout, pool)
+            for layout, pool in zip(self._layouts, self._pools.pools, strict=True)
+        ]
 
     def read_queries(self, plan: StepPlan) -> torch.Tensor:
         """See Model.read_queries; writes the step's keys and values again, off by a rounding where
@@ -251,16 +315,9 @@ class LlamaModel(PooledModel):
             self.tap = before
         return torch.stack(found).transpose(1, 2).float() * self._config.attention_scale
 
-    def _attend(
-        self,
-        layer: _Layer,
-        hidden: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
-        batch: AttentionBatch,
-        groups: list[AdapterRows],
-    ) -> None:
+    def _attend(self, layer: _Layer, hidden: torch.Tensor, step: _LayerStep) -> None:
         """Adds attention's output to hidden float32 [N, hidden]; stores the rows' KV."""
-        config = self._config
+        config, groups = self._config, step.adapters
         normed = self._normed(hidden, layer.input_norm)
         heads = add_low_rank(layer.qkv(normed), normed, layer.number, "qkv", groups).view(
             len(hidden), config.query_heads + 2 * config.kv_heads, config.head_dim
@@ -271,16 +328,34 @@ class LlamaModel(PooledModel):
         if layer.query_norm is not None and layer.key_norm is not None:
             turned = self._normed_heads(turned, layer.query_norm, layer.key_norm)
         query, keys = torch.split(
-            rotate(turned, *angles).to(heads.dtype), [config.query_heads, config.kv_heads], dim=1
+            rotate(turned, *step.angles).to(heads.dtype),
+            [config.query_heads, config.kv_heads],
+            dim=1,
         )
-        pages = self._pages[layer.group][layer.index]
-        pages.write(batch.slots, keys, values)
-        attended = self._backend.attend(query, pages, batch, layer.attention).out.flatten(1)
+        attended = self._stored_and_seen(layer, step, query, keys, values).flatten(1)
         if self.tap is not None:
             count = config.query_heads
             self.tap(layer.number, turned[:, :count], query, attended.view(len(query), count, -1))
         out = add_low_rank(layer.output(attended), attended, layer.number, "output", groups)
         self._add(hidden, out, layer.attention_post_norm)
+
+    def _stored_and_seen(
+        self,
+        layer: _Layer,
+        step: _LayerStep,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
+        """Stores the rows' keys and values [N, Hkv, dim]; attention's output [N, Hq, dim]."""
+        if step.hybrid is not None:
+            twice = self._hybrids[layer.index]
+            twice.write(step.hybrid, keys, values)
+            attention = layer.attention
+            return self._hybrid_attention.attend(query, twice, step.hybrid, attention).out
+        pages = self._pages[layer.group][layer.index]
+        pages.write(step.batch.slots, keys, values)
+        return self._backend.attend(query, pages, step.batch, layer.attention).out
 
     def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The residual stream as a layer reads it: normalised, in the model's dtype."""

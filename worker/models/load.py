@@ -101,12 +101,13 @@ def plan_blocks(config: ReplicaConfig, spec: ModelSpec) -> tuple[int, ...]:
 
     Memory is `pool_gib`; by default 1 GiB or half of what is available, whichever is less, on CPU
     and 90 % of what is free on CUDA. Every group gets as many blocks as the full one, but a window
-    group no more than it can use. Raises OutOfBlocks if a group would have none.
+    group no more than it can use, and one that repeats group 0's layers no more than half of the
+    memory. Raises OutOfBlocks if a group would have none.
     """
     if config.model.startswith(FAKE) and config.pool_gib is None:
         return (FAKE_BLOCKS,) * len(spec.groups)
     pool = _pool_bytes(config)
-    caps = [_useful_blocks(config, spec, group) for group in spec.groups]
+    caps = [_useful_blocks(config, spec, group, pool) for group in spec.groups]
 
     def cost(blocks: int) -> int:
         sizes = (group.block_bytes for group in spec.groups)
@@ -181,12 +182,20 @@ def _pool_bytes(config: ReplicaConfig) -> int:
     return min(CPU_POOL_BYTES_MAX, available // 2)
 
 
-def _useful_blocks(config: ReplicaConfig, spec: ModelSpec, group: KVGroup) -> int:
-    """A window group holds the windows of running sequences, the step's new rows, and as much
-    again for cached prefixes.
+def _useful_blocks(config: ReplicaConfig, spec: ModelSpec, group: KVGroup, pool: int) -> int:
+    """A window group holds the sinks and windows of running sequences, the step's new rows, and as
+    much again for cached prefixes.
+
+    One that holds exactly what group 0 has as codes takes half of the memory at most, but what one
+    sequence needs: block by block with group 0, of which each takes a fraction of its own, it would
+    leave too little for the codes.
     """
     if group.kind is not GroupKind.WINDOW:
         return BLOCKS_MAX
-    window = -(-group.window_tokens // spec.block_tokens) + 1
+    window = -(-group.window_tokens // spec.block_tokens) + 1 + group.sink_blocks(spec.block_tokens)
     step = -(-config.step_tokens_max // spec.block_tokens)
-    return 2 * (config.running_max * window + step)
+    useful = 2 * (config.running_max * window + step)
+    if set(group.layers).isdisjoint(spec.groups[0].layers):
+        return useful
+    one = window + step
+    return min(useful, max(one, pool // 2 // (group.block_bytes * group.ranks)))

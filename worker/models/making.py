@@ -5,14 +5,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from kernels.backends import backend_for
 from kernels.codecs.choose import make_codec
-from kernels.codecs.names import MODEL, parse_codec
+from kernels.codecs.names import MODEL, OSCAR, CodecName, parse_codec
+from kernels.codecs.oscar import LayerRotations
+from kernels.hybrid import Reach
 from kernels.native.build import NativeUnavailable, load_library
-from seams.errors import ModelLoadError
+from seams.errors import LaunchError, ModelLoadError
+from worker.calibration.statistics import Statistics
 from worker.config import ReplicaConfig
 from worker.models.base import Model
 from worker.models.calibrating import fp8_scales
@@ -121,7 +126,7 @@ def make_model(
             adapters=adapters,
             arithmetic=arithmetic,
         )
-        _recode(model, config.kv_codec, parsed, weights)
+        _recode(model, config, parsed, weights)
         return model
     assert not adapters and config.kv_codec == MODEL
     try:
@@ -138,13 +143,57 @@ def make_model(
         raise ModelLoadError("The device has no memory left for the model's weights.") from None
 
 
-def _recode(model: LlamaModel, kv_codec: str, parsed: ModelConfig, weights: Weights) -> None:
+def _recode(
+    model: LlamaModel,
+    config: ReplicaConfig,
+    parsed: ModelConfig,
+    weights: Weights,
+) -> None:
     """Put the model's keys and values into the codec that was asked for, if that is one."""
-    name = parse_codec(kv_codec)
+    name = parse_codec(config.kv_codec)
     if name is None:
-        raise ModelLoadError("The KV codec must be model, fp8 or turboquant:kAvB.")
+        raise ModelLoadError("The KV codec must be model, fp8, turboquant:kAvB or oscar.")
+    if name.kind == OSCAR:
+        rotations = _rotations(config, model.spec.fingerprint)
+        recode_oscar(model, name, parsed, rotations, weights.embedding)
+        return
     scales = fp8_scales(model) if name.has_fp8 else None
     dtype, device = weights.embedding.dtype, weights.embedding.device
     codec = make_codec(name, parsed.layers, parsed.head_dim, dtype, device, scales)
     if codec is not None:
         model.recode(codec)
+
+
+def recode_oscar(
+    model: LlamaModel,
+    name: CodecName,
+    parsed: ModelConfig,
+    rotations: Sequence[LayerRotations],
+    like: torch.Tensor,
+) -> None:
+    """OSCAR's codes, and sinks (whole blocks of them) and windows in the model's dtype. `rotations`
+    by layer, on any device; `like` is of the weights' dtype and device. Raises ModelLoadError for a
+    model in which every layer slides."""
+    if min(parsed.windows) > 0:
+        raise ModelLoadError(
+            "The KV codec oscar needs layers that look back without a window; this model has none."
+        )
+    size, shape = model.spec.block_tokens, (parsed.layers, parsed.head_dim)
+    name = replace(name, sink_tokens=-(-name.sink_tokens // size) * size)
+    codec = make_codec(name, *shape, like.dtype, like.device, rotations=rotations)
+    assert codec is not None
+    model.recode_behind(codec, Reach(name.sink_tokens, name.window_tokens))
+
+
+def _rotations(config: ReplicaConfig, fingerprint: str) -> list[LayerRotations]:
+    """By layer, of the calibration that was given. Raises ModelLoadError."""
+    if not config.calibration:
+        raise ModelLoadError(
+            "The KV codec oscar needs a calibration of this model: make one with banyan calibrate."
+        )
+    try:
+        known = Statistics.load(Path(config.calibration), fingerprint)
+    except LaunchError as error:
+        raise ModelLoadError(error.message) from None
+    pairs = zip(known.key_rotation, known.value_rotation, strict=True)
+    return [LayerRotations(keys, values) for keys, values in pairs]

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from kernels.codecs.names import MODEL, parse_codec
+from kernels.codecs.names import MODEL, OSCAR, parse_codec
 from seams.errors import InvalidRequest
 from worker.config import ReplicaConfig
 from worker.engine.retention.options import POLICIES, Options
@@ -85,14 +85,16 @@ def _check_tiers(config: ReplicaConfig) -> None:
         raise InvalidRequest("Tiers keep what leaves the prefix cache, and cache is off.")
     check_cold_codec(config.cold_codec, batch_invariant=config.batch_invariant)
     check_kv_codec(config.kv_codec, config.cold_codec, batch_invariant=config.batch_invariant)
+    check_oscar(config.kv_codec, config.calibration, config.retention)
 
 
 def check_kv_codec(codec: str, cold_codec: str, *, batch_invariant: bool) -> None:
     """Raise InvalidRequest for a way to keep blocks on the device that is not to be had."""
     if parse_codec(codec) is None:
         raise InvalidRequest(
-            "The KV codec must be model, fp8, or turboquant:kAvB (keys of 1, 2, 3, 4 or 8 bits, "
-            "values of 1 to 4), which may be followed by ,boundary=N."
+            "The KV codec must be model, fp8, turboquant:kAvB (keys of 1, 2, 3, 4 or 8 bits, "
+            "values of 1 to 4), which may be followed by ,boundary=N, or oscar, which may be "
+            "followed by :sinks=N,window=N."
         )
     if codec == MODEL:
         return
@@ -105,6 +107,24 @@ def check_kv_codec(codec: str, cold_codec: str, *, batch_invariant: bool) -> Non
         raise InvalidRequest(
             f"With the KV codec {codec} blocks go to the tiers as they are: the cold codec must be "
             "none."
+        )
+
+
+def check_oscar(codec: str, calibration: str, retention: str) -> None:
+    """Raise InvalidRequest if OSCAR is asked for without what it needs, or with what it excludes;
+    `codec` is one that there is."""
+    name = parse_codec(codec)
+    if name is None or name.kind != OSCAR:
+        return
+    if not calibration:
+        raise InvalidRequest(
+            f"The KV codec {codec} needs a calibration of the model: make one with banyan "
+            "calibrate and give it as calibration."
+        )
+    if retention:
+        raise InvalidRequest(
+            f"The KV codec {codec} keeps the newest tokens in a window, and retention moves tokens "
+            "to other places: one of the two, not both."
         )
 
 
