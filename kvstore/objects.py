@@ -134,6 +134,7 @@ class Objects:
         """Look for objects in all tiers and start bringing up their metas, the last name's first.
         The finding is valid until `cancel`, or until its fetches are too old (FETCH_S_MAX)."""
         assert names
+        rows: list[tuple[BlockName, ...]]
         rows = [(head_part(name, self._block_tokens),) for name in names]
         return Finding(tuple(names), self._store.fetch(0, [self._meta_row(rows)]))
 

@@ -84,6 +84,11 @@ class _Counted:
         return self.policy.reads_keys
 
     @property
+    def resume(self) -> bool:
+        """The policy's."""
+        return self.policy.resume
+
+    @property
     def state_hash(self) -> str:
         """The policy's."""
         return self.policy.state_hash

@@ -24,6 +24,7 @@ class Scattered:
     quota: Quota
     reads_keys: bool = False
     state_hash: str = "scattered"
+    resume: bool = False
 
     def select(self, view: PageView) -> Mask:
         order = view.positions.astype(np.int64) * 2654435761 % 97

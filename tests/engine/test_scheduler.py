@@ -19,10 +19,10 @@ def running(rig: Rig) -> list[str]:
 
 def preempt(rig: Rig, name: str, choice: int = 0) -> None:
     """Force what a lack of blocks would do."""
-    from worker.engine.scheduler import _Draft
+    from worker.engine.planning import StepDraft
 
     victims = {(s.request.spec.request_id, s.choice): s for s in rig.core.scheduler.running}
-    rig.core.scheduler._preempt(_Draft(1, 1), victims[name, choice])
+    rig.core.scheduler._preempt(StepDraft(1, 1), victims[name, choice])
     rig.core.check_integrity()
 
 

@@ -46,6 +46,8 @@ CORE = [
     "worker/engine/packing.py",
     "worker/engine/compaction.py",
     "worker/engine/pruning.py",
+    "worker/engine/derived.py",
+    "worker/engine/derived_state.py",
     "worker/engine/retention/base.py",
     "worker/engine/retention/policies.py",
     "kvstore/record.py",

@@ -85,7 +85,7 @@ class EngineCore:
         self._times = StepTimes()
         self._tiers = Promoter(model, self.memory, tiers, self._times) if tiers else None
         self.retention = retention
-        self._pruner = Pruner(self.memory, model) if retention else None
+        self._pruner = Pruner(self.memory, model, self._tiers) if retention else None
         self.scheduler = Scheduler(self.memory, config, self._times, self._tiers, self._pruner)
         self.clock = clock
         self._model, self._config, self._sampler = model, config, sampler

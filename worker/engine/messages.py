@@ -116,6 +116,9 @@ class Compacted:
     freed_blocks: int = 0  # net of those taken, over all groups
     moved_bytes: int = 0
     waited: int = 0  # rounds that found no block to copy shared ones into, and came later
+    objects_kept: int = 0  # states of sequences that ended, put into the tiers
+    objects_resumed: int = 0  # times a sequence went on from one
+    resumed_tokens: int = 0  # tokens that were not computed because of it
 
 
 @dataclass(frozen=True)

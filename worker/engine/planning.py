@@ -1,4 +1,5 @@
-"""PlanBuilder: rows of sequences to a flat StepPlan; it decides nothing and owns no block.
+"""StepDraft, what a step will compute, and PlanBuilder: rows of sequences to a flat StepPlan. They
+decide nothing and own no block.
 
 A block table is kept as an array too, one row of a matrix per running sequence, and only entries
 that changed since the last plan are written again: a decode step costs the same at any context.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -17,6 +19,37 @@ from worker.engine.request import CLEAN, Sequence
 Drafts = Mapping[Sequence, list[int]]
 
 ROWS_FIRST, WIDTH_FIRST = 16, 32  # of the matrices; both double when they are too small
+
+
+@dataclass
+class StepDraft:
+    """A step in the making."""
+
+    budget: int
+    prefill: int  # of the budget, at most so many for prompts
+    rows: dict[Sequence, int] = field(default_factory=dict)
+    preempted: bool = False  # something that could run on; then nothing is admitted in its stead
+
+    @property
+    def room(self) -> int:
+        """Tokens left for prompts."""
+        return min(self.budget, self.prefill)
+
+    def add(self, sequence: Sequence, count: int, *, prefill: bool) -> None:
+        """`count` more tokens of a sequence."""
+        self.rows[sequence] = self.rows.get(sequence, 0) + count
+        self.budget -= count
+        if prefill:
+            self.prefill -= count
+
+    def add_decodes(self, sequences: list[Sequence]) -> None:
+        """One token of each."""
+        self.rows.update(dict.fromkeys(sequences, 1))
+        self.budget -= len(sequences)
+
+    def drop(self, sequence: Sequence) -> None:
+        """None of a sequence after all."""
+        self.budget += self.rows.pop(sequence, 0)
 
 
 class PlanBuilder:

@@ -11,11 +11,12 @@ import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from kvstore.fetch import Fetch, Place, Row
 from kvstore.groups import GroupKind, KVGroup
 from kvstore.keys import extend, parent_of_first, tokens_u32le
+from kvstore.objects import Objects
 from kvstore.tiered import TieredStore
 from kvstore.tiers.base import BlockName
 from worker.engine.messages import CacheOp, CacheOpKind
@@ -34,13 +35,23 @@ LOOK_AGAIN_S = 0.02  # at blocks that are waited for, if nothing came
 _log = logging.getLogger(__name__)
 
 
-def _guarded(otherwise: Any) -> Callable[[_Method], _Method]:
+class Failing(Protocol):
+    """What goes on without the tiers where they fail."""
+
+    faults: int
+
+    def forget(self, sequence: Sequence) -> None:
+        """It needs nothing from the tiers any more."""
+        ...
+
+
+def guarded(otherwise: Any) -> Callable[[_Method], _Method]:
     """A failure of ours in here costs the tiers, not the engine: it is logged and counted, and the
     sequence it was about goes on without them. Tests set Promoter.strict and see it raised."""
 
     def guard(method: _Method) -> _Method:
         @wraps(method)
-        def guarded(self: Promoter, *arguments: Any) -> Any:
+        def guarding(self: Failing, *arguments: Any) -> Any:
             try:
                 return method(self, *arguments)
             except Exception:
@@ -52,7 +63,7 @@ def _guarded(otherwise: Any) -> Callable[[_Method], _Method]:
                     self.forget(arguments[0])
                 return otherwise
 
-        return guarded  # type: ignore[return-value]
+        return guarding  # type: ignore[return-value]
 
     return guard
 
@@ -77,23 +88,24 @@ class Promoter:
 
     # --- down --------------------------------------------------------------------------------
 
-    @_guarded(None)
+    @guarded(None)
     def leaving(self, going: list[tuple[BlockName, int]]) -> None:
         """The radix cache lets go of these full blocks: keep copies, of every rank."""
         names, views = [], []
         for name, block in going:
             for rank in range(self._groups[name.group].ranks):
                 names.append(name._replace(rank=rank))
-                views.append(self._view(name.group, block, rank))
+                views.append(self.view(name.group, block, rank))
         self._store.demote(names, views)
 
-    def _view(self, group: int, block: int, rank: int) -> memoryview:
+    def view(self, group: int, block: int, rank: int) -> memoryview:
+        """A block's bytes, to be read before the next step."""
         view = self._model.block_view(group, block, rank)
         return memoryview(self._model.read_block(group, block, rank)) if view is None else view
 
     # --- up ----------------------------------------------------------------------------------
 
-    @_guarded(None)
+    @guarded(None)
     def prefetch(self, sequence: Sequence) -> None:
         """Start bringing up what the device does not have of a sequence that queues."""
         self.forget(sequence)
@@ -127,7 +139,7 @@ class Promoter:
             rows.append(Row(names, group.block_bytes, window, group.sink_blocks(size)))
         return rows
 
-    @_guarded(None)
+    @guarded(None)
     def admit(self, sequence: Sequence) -> None:
         """A sequence was given its match and starts to run: look again for what comes after it."""
         if sequence.fetch is None:
@@ -135,7 +147,7 @@ class Promoter:
         if sequence.fetch is not None:
             self._store.refresh(sequence.fetch, sequence.computed // self._memory.block_tokens)
 
-    @_guarded(False)
+    @guarded(False)
     def has_next(self, sequence: Sequence) -> bool:
         """Whether the whole block behind the computed ones, which end on a block edge, is ready:
         then a copy of the boundary's first tokens is not needed."""
@@ -162,7 +174,7 @@ class Promoter:
         came: int = self._bring(sequence, sequence.fetch, computed // size, blocks_max)
         return came * size
 
-    @_guarded(0)
+    @guarded(0)
     def _bring(self, sequence: Sequence, fetch: Fetch, at: int, blocks_max: int) -> int:
         size, came = self._memory.block_tokens, at
         limit = min(fetch.end, at + blocks_max) if self._all_full else fetch.end
@@ -184,7 +196,7 @@ class Promoter:
                 sequence.computed = came * size
                 self._memory.close_blocks(sequence, visible if came == stop else [])
         fetch.front = came
-        self._count(sequence, (came - at) * size)
+        self.count(sequence, (came - at) * size)
         return came - at
 
     def _visible(self, stop: int) -> list[int]:
@@ -245,7 +257,7 @@ class Promoter:
                     self._model.write_block(group, number, bytes(filled[rank]), rank)
         return came
 
-    def _count(self, sequence: Sequence, tokens: int) -> None:
+    def count(self, sequence: Sequence, tokens: int) -> None:
         """Promoted prompt tokens are cached ones, unless they were computed here before."""
         request = sequence.request
         if tokens == 0 or sequence.preempted or request.forked or request.cached_tokens is None:
@@ -255,7 +267,7 @@ class Promoter:
         if sequence.computed_max:
             self.late_tokens += request.cached_tokens - before
 
-    @_guarded(AT_ONCE)
+    @guarded(AT_ONCE)
     def computable(self, sequence: Sequence) -> int:
         """Tokens that should be computed now, after `bring`; 0 = those on their way come sooner.
 
@@ -281,6 +293,16 @@ class Promoter:
         compute_s = coming * size * self._times.prefill_s_per_token
         gain = load_s / (load_s + compute_s) if load_s else 0.0
         return round(coming * gain) * size if gain >= GAIN_MIN else 0
+
+    def prefill_s(self, tokens: int) -> float:
+        """What computing so many tokens of a prompt takes, as far as that is known."""
+        return tokens * self._times.prefill_s_per_token
+
+    def objects(self) -> Objects | None:
+        """Things in the same tiers that are no chain of tokens; None for a model without them."""
+        if not Objects.can_keep(self._groups):
+            return None
+        return Objects(self._store, self._groups, self._memory.block_tokens)
 
     def forget(self, sequence: Sequence) -> None:
         """It needs nothing from the tiers any more."""
@@ -327,7 +349,7 @@ class Promoter:
         """Whether `take_ops` would have something."""
         return self._store.has_ops()
 
-    @_guarded(())
+    @guarded(())
     def take_ops(self) -> list[CacheOp]:
         """What the tiers gained and lost since the last call."""
         return [
@@ -340,7 +362,7 @@ class Promoter:
             for op in self._store.take_ops()
         ]
 
-    @_guarded(())
+    @guarded(())
     def snapshot(self) -> list[CacheOp]:
         """STORED of all that the tiers of this replica hold."""
         return [

@@ -12,8 +12,10 @@ import torch
 
 from kernels.slots import Longs
 from worker.engine.compaction import Compactor
+from worker.engine.derived import DerivedStates
 from worker.engine.paging import PagedMemory
 from worker.engine.plan import StepPlan
+from worker.engine.promotion import Promoter
 from worker.engine.request import Sequence
 from worker.engine.retention.base import Mask, PageView, Retained
 from worker.models.base import Model
@@ -27,12 +29,18 @@ class Pruner:
     """Of one engine. Called between steps, when no row of a due sequence is under way.
 
     `failed` are sequences whose round failed: nothing of them can be trusted but what caches know,
-    and the engine ends them.
+    and the engine ends them. `derived` are states that outlive their sequences, where there are
+    tiers for them.
     """
 
-    def __init__(self, memory: PagedMemory, model: Model) -> None:
+    def __init__(self, memory: PagedMemory, model: Model, tiers: Promoter | None = None) -> None:
         self._memory, self._model = memory, model
         self.compactor = Compactor(memory, model)
+        objects = tiers.objects() if tiers is not None and memory.cache is not None else None
+        self.derived: DerivedStates | None = None
+        if tiers is not None and objects is not None:
+            total = self.compactor.total
+            self.derived = DerivedStates(model, memory, tiers, objects, total)
         self.failed: list[Sequence] = []
         self._rounds_left = ROUNDS_MAX
 
@@ -46,9 +54,18 @@ class Pruner:
         """Let all that are due have their round, where no block is lacking for it: what one gives
         back, another may need in this step. A step begins."""
         self._rounds_left = ROUNDS_MAX
+        if self.derived is not None:
+            self.derived.look()
         for sequence in running:
             if self._due(sequence) and self._rounds_left:
                 self.room(sequence, 1)
+
+    def stop(self, sequence: Sequence, *, keep: bool) -> None:
+        """A running sequence is about to give its blocks back; `keep` its state, if it is whole."""
+        if self.derived is not None:
+            if keep and sequence not in self.failed:
+                self.derived.keep(sequence)
+            self.derived.forget(sequence)
 
     def postponed(self, sequence: Sequence) -> bool:
         """Whether its round is due and has to wait for the next step, as others had theirs."""

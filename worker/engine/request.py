@@ -20,6 +20,7 @@ from worker.models.base import ModelSpec
 
 if TYPE_CHECKING:
     from kvstore.fetch import Fetch
+    from worker.engine.derived import Wanted
     from worker.engine.radix import Hold
     from worker.engine.speculation import Drafter
     from worker.engine.waiting import Tenant
@@ -74,6 +75,7 @@ class Sequence:
     copies: list[BlockCopy] = field(default_factory=list)  # not executed yet
     hold: Hold | None = None
     fetch: Fetch | None = None  # what the tiers have, or may have, behind its computed tokens
+    wanted: Wanted | None = None  # the state of an earlier turn, while it may go on from one
     drafter: Drafter | None = None  # once it has decoded, with speculation on
 
     @property

@@ -15,7 +15,7 @@ from worker.config import EngineConfig
 from worker.engine.admission import Forecast, LengthHistory
 from worker.engine.paging import PagedMemory, blocks_for
 from worker.engine.plan import StepPlan
-from worker.engine.planning import Drafts, PlanBuilder
+from worker.engine.planning import Drafts, PlanBuilder, StepDraft
 from worker.engine.promotion import AT_ONCE, Promoter
 from worker.engine.pruning import Pruner
 from worker.engine.request import Request, Sequence, State
@@ -41,33 +41,6 @@ class Scheduled:
     drafts: Drafts = field(default_factory=dict)
 
 
-@dataclass
-class _Draft:
-    """A step in the making."""
-
-    budget: int
-    prefill: int  # of the budget, at most so many for prompts
-    rows: dict[Sequence, int] = field(default_factory=dict)
-    preempted: bool = False  # something that could run on; then nothing is admitted in its stead
-
-    @property
-    def room(self) -> int:
-        return min(self.budget, self.prefill)
-
-    def add(self, sequence: Sequence, count: int, *, prefill: bool) -> None:
-        self.rows[sequence] = self.rows.get(sequence, 0) + count
-        self.budget -= count
-        if prefill:
-            self.prefill -= count
-
-    def add_decodes(self, sequences: list[Sequence]) -> None:
-        self.rows.update(dict.fromkeys(sequences, 1))
-        self.budget -= len(sequences)
-
-    def drop(self, sequence: Sequence) -> None:
-        self.budget += self.rows.pop(sequence, 0)
-
-
 class Scheduler:
     """Owns every live sequence's state. Calls come between steps, one after the other."""
 
@@ -86,6 +59,7 @@ class Scheduler:
         self.pruner = pruner
         self.builder = PlanBuilder(memory.block_tokens, len(memory.pools))
         self.builder.pruned = pruner is not None
+        self._derived = pruner.derived if pruner is not None else None
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # by age
         self.parked: dict[int, Sequence] = {}  # by id: without blocks, without credit
@@ -108,6 +82,8 @@ class Scheduler:
         if sequence.credit > 0:
             sequence.state = State.WAITING
             self.waiting.add(sequence)
+            if self._derived is not None:
+                self._derived.find(sequence)
             if self.tiers is not None and sequence.request.cacheable:
                 self.tiers.prefetch(sequence)
         else:
@@ -133,12 +109,16 @@ class Scheduler:
         self._blocked = None
         if self.tiers is not None:
             self.tiers.forget(sequence)
+        if self._derived is not None:
+            self._derived.forget(sequence)
         sequence.state = State.FINISHED
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let `child` go on from the parent's computed prompt; without a free place it waits."""
         if len(self.running) >= self._config.running_max:
             child.preempted = True
+            if child.retained is not None and parent.retained is not None:
+                child.retained.lineage = parent.retained.fixed
             self.enter(child)
             return
         self.memory.fork(parent, child)
@@ -159,6 +139,8 @@ class Scheduler:
         del self.running[at]
         if self.tiers is not None:
             self.tiers.forget(sequence)
+        if self.pruner is not None:
+            self.pruner.stop(sequence, keep=keep)
         self.memory.release(sequence, keep=keep)
         self.builder.drop(sequence)
         sequence.inserted = False
@@ -180,7 +162,7 @@ class Scheduler:
         self.waits_for_tiers = False
         if self.pruner is not None:
             self.pruner.prune(self.running)
-        draft = _Draft(self._budget, self._budget)
+        draft = StepDraft(self._budget, self._budget)
         runnable = [s for s in self.running if s.request.credit > s.emitted]
         decoding = self._decoding(runnable)
         if len(decoding) <= draft.budget:  # most have a block to write into
@@ -236,7 +218,7 @@ class Scheduler:
         tokens = self._times.prefill_within(decoding, allowed)
         return int(min(self._budget, max(PREFILL_MIN, tokens)))
 
-    def _prefill(self, draft: _Draft, prompts: list[Sequence]) -> None:
+    def _prefill(self, draft: StepDraft, prompts: list[Sequence]) -> None:
         """Chunks for prompts, oldest first, then admission. A prompt that takes more than the share
         leaves half of it to shorter ones, running or waiting: they would wait for many steps."""
         oldest = prompts[0] if prompts else None
@@ -257,7 +239,7 @@ class Scheduler:
             self._schedule(draft, sequence, prefill=True)
         self._admit(draft)
 
-    def _speculate(self, draft: _Draft) -> Drafts:
+    def _speculate(self, draft: StepDraft) -> Drafts:
         """Drafts for sequences that decode, from what budget and free blocks all others left."""
         decoding = [
             s
@@ -275,10 +257,12 @@ class Scheduler:
                 draft.budget -= count - 1
         return drafts
 
-    def _schedule(self, draft: _Draft, sequence: Sequence, *, prefill: bool = False) -> None:
+    def _schedule(self, draft: StepDraft, sequence: Sequence, *, prefill: bool = False) -> None:
         """Give a running sequence rows of this step, or more of them, preempting others for it
         where allowed."""
         computable = self._bring(sequence, draft) if sequence.fetch is not None else AT_ONCE
+        if sequence.wanted is not None:
+            computable = min(computable, self._go_on(sequence, draft))
         while sequence.state is State.RUNNING:
             had = draft.rows.get(sequence, 0)
             room = draft.room if prefill else draft.budget
@@ -304,7 +288,7 @@ class Scheduler:
                 self._stuck.append(sequence)
                 return
 
-    def _bring(self, sequence: Sequence, draft: _Draft) -> int:
+    def _bring(self, sequence: Sequence, draft: StepDraft) -> int:
         """Let a sequence have what the tiers have ready, beside decoders no more than what prefill
         might take of the step; how many tokens it should compute itself now."""
         assert self.tiers is not None
@@ -315,6 +299,24 @@ class Scheduler:
         computable = self.tiers.computable(sequence)
         self.waits_for_tiers = self.waits_for_tiers or computable == 0
         return computable
+
+    def _go_on(self, sequence: Sequence, draft: StepDraft) -> int:
+        """Let a sequence have the earlier turn's state that it wants, once all before is computed,
+        preempting others for the blocks as ever; how many tokens it should compute now."""
+        derived = self._derived
+        assert derived is not None
+        while sequence.state is State.RUNNING and sequence.wanted is not None:
+            left = derived.left(sequence)
+            if left or derived.go_on(sequence):
+                return left or AT_ONCE
+            victim = self._victim(sequence)
+            if victim is not None:
+                self._preempt(draft, victim)
+            elif not self._is_first(sequence):
+                return 0
+            elif not self.memory.forget_cached(sequence):
+                derived.give_up(sequence)
+        return AT_ONCE
 
     def _is_first(self, sequence: Sequence) -> bool:
         """Whether it is the oldest that may run."""
@@ -332,7 +334,7 @@ class Scheduler:
             return None
         return min(allowed, key=lambda s: (s.credit > 0, s.computed, -s.age[0], -s.age[1]))
 
-    def _preempt(self, draft: _Draft, victim: Sequence) -> None:
+    def _preempt(self, draft: StepDraft, victim: Sequence) -> None:
         """Back to the head of its tenant's queue; what it computed goes to the cache."""
         draft.drop(victim)
         draft.preempted = draft.preempted or victim.credit > 0
@@ -343,7 +345,7 @@ class Scheduler:
 
     # --- admission ---------------------------------------------------------------------------
 
-    def _admit(self, draft: _Draft, shorter_than: int | None = None) -> None:
+    def _admit(self, draft: StepDraft, shorter_than: int | None = None) -> None:
         """Let waiting sequences run while they fit, in the queue's order; nobody overtakes one that
         does not fit.
 
@@ -366,6 +368,10 @@ class Scheduler:
                 return
             line = self._line(first, passed)
             head = line[-1]
+            if self._derived is not None and self._derived.awaited(head):
+                self.waits_for_tiers = True
+                passed.add(head)
+                continue
             match = self.memory.match(head)
             if match is not None and self._will_be_cached(head, self._held(head, match.tokens)):
                 passed.add(head)
@@ -433,7 +439,7 @@ class Scheduler:
             request.cached_tokens = min(head.computed, request.spec.prompt_tokens)
             request.tenant.served += request.charge
 
-    def _make_place(self, draft: _Draft, head: Sequence) -> bool:
+    def _make_place(self, draft: StepDraft, head: Sequence) -> bool:
         """Whether it and the choices it will fork into are within running_max, once those that
         wait for credit have made room."""
         running_max, new = self._config.running_max, 1 + head.request.unforked

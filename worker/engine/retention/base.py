@@ -9,7 +9,7 @@ computed again from its tokens, asked at the same counts, and goes on as if noth
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -88,6 +88,11 @@ class RetentionPolicy(Protocol):
         ...
 
     @property
+    def resume(self) -> bool:
+        """Whether the state of a sequence that ends is kept for its conversation's next turn."""
+        ...
+
+    @property
     def state_hash(self) -> str:
         """Equal only for policies that keep the same tokens."""
         ...
@@ -103,7 +108,8 @@ class Retained:
     """The state of one sequence with a policy.
 
     `plain` leading tokens are, or may come to be, those of the plain chain of tokens, which caches
-    know: no more are taken from a cache, nor given to one once a round has `begun`.
+    know: no more are taken from a cache, nor given to one once a round has `begun`. One that
+    `resumed` went on from the state of an earlier turn, and has what that one's policy fixed.
     """
 
     policy: RetentionPolicy
@@ -113,6 +119,8 @@ class Retained:
     plain: int
     positions: Ints | None = None  # [R, stored at the last round]; None before the first
     begun: bool = False  # slots of dropped tokens may be overwritten
+    resumed: bool = False
+    lineage: int | None = None  # `fixed` with which tokens were emitted: what it goes on with
 
     @classmethod
     def of(cls, policy: RetentionPolicy, prompt_tokens: int) -> Retained:
@@ -129,14 +137,21 @@ class Retained:
 
     def fork(self) -> Retained:
         """The same for a sequence that goes on from here."""
-        return Retained(
-            self.policy, self.fixed, self.kept, self.limit, self.plain, self.positions, self.begun
-        )
+        return replace(self)
 
     def restart(self, prompt_tokens: int) -> None:
         """The sequence gave its blocks back: everything is computed, and chosen, again."""
-        self.plain = Retained.of(self.policy, prompt_tokens).plain
-        self.positions, self.begun = None, False
+        own = Retained.of(self.policy, prompt_tokens)
+        self.fixed, self.kept, self.limit, self.plain = own.fixed, own.kept, own.limit, own.plain
+        self.positions, self.begun, self.resumed = None, False, False
+
+    def follow(self, fixed: int, plain: int) -> None:
+        """The sequence, of which no more than its plain prefix is computed, is to go on from the
+        state of a turn whose prompt had `fixed` tokens."""
+        assert not self.begun
+        quota = self.policy.quota
+        self.fixed, self.kept, self.limit = fixed, quota.kept(fixed), quota.limit(fixed)
+        self.plain = plain
 
     def positions_of(self, computed: int, stored: int) -> Ints:
         """[R, stored] logical positions when `computed` tokens are."""

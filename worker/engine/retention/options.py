@@ -8,12 +8,14 @@ import re
 from seams.errors import InvalidRequest
 
 NONE = "none"  # no policy
+RESUME = "resume"  # of any policy: what it leaves of a turn is kept for the next one
 REQUESTS = "requests"  # none but what requests ask for
 SCORED = ("triattention", "snapkv")  # by stored keys
 POLICIES = (NONE, REQUESTS, "streaming", *SCORED)
 
 TEXT_BYTES_MAX = 256
 COUNT_MAX = 1 << 20
+_FLAGS = (RESUME,)  # options without a value
 
 
 class Options:
@@ -30,13 +32,16 @@ class Options:
             )
         self.name, _, rest = text.partition(":")
         self._left: dict[str, str] = {}
+        self._asked: set[str] = set()
         for part in rest.split(",") if rest else ():
             key, equals, value = part.partition("=")
-            if not (key and equals and value) or key in self._left:
+            flag = key in _FLAGS and not equals
+            if not (flag or (key and equals and value)) or key in self._left:
                 raise InvalidRequest(
                     "A retention policy is written NAME or NAME:KEY=VALUE,..., each key once."
                 )
             self._left[key] = value
+            self._asked.add(key)
 
     def count(self, key: str, default: int, least: int = 1, most: int = COUNT_MAX) -> int:
         """A whole number from `least` to `most`."""
@@ -62,6 +67,12 @@ class Options:
         if text not in choices:
             raise InvalidRequest(f"{self.name}'s {key} is one of {', '.join(choices)}.")
         return text
+
+    def flag(self, key: str) -> bool:
+        """Whether it is there, without a value."""
+        if self._left.pop(key, ""):
+            raise InvalidRequest(f"{self.name}'s {key} takes no value.")
+        return key in self._asked
 
     def has(self, key: str) -> bool:
         """Whether it is there and not asked for yet."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from seams.errors import InvalidRequest, LaunchError
 from worker.calibration.statistics import Statistics
 from worker.engine.retention.base import Quota, RetentionPolicy
-from worker.engine.retention.options import NONE, REQUESTS, Options
+from worker.engine.retention.options import NONE, REQUESTS, RESUME, Options
 from worker.engine.retention.snapkv import SnapKV
 from worker.engine.retention.streaming import Streaming
 from worker.engine.retention.triattention import Centres, TriAttention
@@ -51,7 +51,8 @@ class Policies:
         is what they would be given without policies."""
         if self.default is None:
             return ""
-        return "-kept-" + hashlib.sha256(self.default.state_hash.encode()).hexdigest()[:8]
+        kept = self.default.state_hash + (" resumed" if self.default.resume else "")
+        return "-kept-" + hashlib.sha256(kept.encode()).hexdigest()[:8]
 
     def make(self, text: str) -> RetentionPolicy | None:
         """The policy of a text, None for "none". Raises InvalidRequest."""
@@ -73,7 +74,8 @@ class Policies:
         window = options.count("window", WINDOW_TOKENS)
         interval = self._whole(options.count("interval", INTERVAL_TOKENS))
         sinks = self._whole(sinks)
-        return Streaming(Quota(sinks + window, interval, suffix=not sinks, sink_tokens=sinks))
+        quota = Quota(sinks + window, interval, suffix=not sinks, sink_tokens=sinks)
+        return Streaming(quota, resume=options.flag(RESUME))
 
     def _snapkv(self, options: Options) -> RetentionPolicy:
         """`budget` generated tokens stay, the newest `window` of them and what those look at."""
@@ -88,7 +90,7 @@ class Policies:
         kernel = options.count("kernel", KERNEL_TOKENS, most=KERNEL_TOKENS_MAX)
         if kernel % 2 == 0:
             raise InvalidRequest("snapkv's kernel is an odd number.")
-        return SnapKV(Quota(budget, interval), window, kernel)
+        return SnapKV(Quota(budget, interval), window, kernel, resume=options.flag(RESUME))
 
     def _triattention(self, options: Options) -> RetentionPolicy:
         """`budget` generated tokens stay, of those the newest `window` whatever their scores."""
@@ -107,6 +109,7 @@ class Policies:
             window_tokens=window,
             per_head=options.choice("select", ("union", "head")) == "head",
             band=options.share("band", BAND),
+            resume=options.flag(RESUME),
         )
 
     def _interval(self, options: Options, budget: int) -> int:

@@ -27,6 +27,7 @@ class SnapKV:
     window_tokens: int
     kernel_tokens: int
     reads_keys: bool = True
+    resume: bool = False
 
     @property
     def state_hash(self) -> str:

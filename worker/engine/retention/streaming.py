@@ -18,6 +18,7 @@ class Streaming:
 
     quota: Quota
     reads_keys: bool = False
+    resume: bool = False
 
     @property
     def state_hash(self) -> str:

@@ -83,6 +83,7 @@ class TriAttention:
     per_head: bool = False
     band: float = 0.0  # deviations
     reads_keys: bool = True
+    resume: bool = False
 
     @property
     def state_hash(self) -> str:
