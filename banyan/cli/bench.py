@@ -66,6 +66,22 @@ Out = Annotated[
     str, typer.Option(help="Folder for requests.jsonl, report.html, .svg, .json and requests.csv.")
 ]
 Place = Annotated[str, typer.Argument(help="A folder of --out, or its requests.jsonl.")]
+Measured = Annotated[str, typer.Option(help="demo, a folder, a GGUF file, or a Hugging Face id.")]
+Texts = Annotated[
+    list[str] | None,
+    typer.Option("--text", help="A file to read; repeatable. Default: texts of this machine."),
+]
+Learnt = Annotated[
+    str, typer.Option(help="Of `banyan calibrate`; default: learnt from other texts than measured.")
+]
+Codecs = Annotated[str, typer.Option(help="Names as for --kv-codec, space between.")]
+Contexts = Annotated[str, typer.Option(help="Tokens, comma between; default: 2048,8192.")]
+Only = Annotated[
+    str,
+    typer.Option(help="combinations, sweep, steps, retention, foretold, pools; default: all."),
+]
+Quick = Annotated[bool, typer.Option("--quick", help="Two minutes in place of half an hour.")]
+ReportFolder = Annotated[str, typer.Option(help="Folder for report.html, .svg and .json.")]
 
 
 @bench_app.callback(invoke_without_command=True)
@@ -183,6 +199,27 @@ def compare(
     from banyan.cli import load
 
     load.compare(a, b, json_file, seed)
+
+
+@bench_app.command()
+def compression(
+    model: Measured = "demo",
+    text: Texts = None,
+    calibration: Learnt = "",
+    codecs: Codecs = "",
+    contexts: Contexts = "",
+    only: Only = "",
+    quick: Quick = False,
+    out: ReportFolder = "",
+    json_file: JsonFile = "",
+) -> None:
+    """What KV codecs and retention cost a model, and what they buy. Needs no cluster."""
+    from banyan.cli import compression as command
+
+    asked = command.Asked(
+        model, tuple(text or ()), calibration, codecs, contexts, only, quick, out, json_file
+    )
+    command.run(asked)
 
 
 @bench_app.command()

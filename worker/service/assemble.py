@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +14,14 @@ from seams.proof import read_secret
 from seams.textfiles import read_text_files
 from worker.config import EngineConfig, ReplicaConfig
 from worker.models.base import ModelSpec
+from worker.service.advice import pruning_warning
 from worker.service.replica import Replica, ReplicaParts
 from worker.service.settings import thread_count
 
 if TYPE_CHECKING:
     from worker.engine.retention.policies import Policies
+
+_log = logging.getLogger(__name__)
 
 
 def _text_files(model: str) -> dict[str, bytes]:
@@ -98,6 +102,8 @@ def _policies(config: ReplicaConfig, spec: ModelSpec) -> Policies | None:
     known = None
     if config.calibration:
         known = Statistics.load(Path(config.calibration), spec.fingerprint)
+    if warning := pruning_warning(config.kv_codec, config.retention):
+        _log.warning("%s", warning)
     try:
         return Policies(spec, config.retention, known)
     except InvalidRequest as error:
