@@ -121,11 +121,8 @@ def up(
     from banyan.cli import clusters
     from banyan.cluster.spec import ClusterSpec, read_api_keys
     from banyan.cluster.tiers import refuse_password
-    from worker.service.advice import pruning_warning
 
     refuse_password(redis)
-    if warning := pruning_warning(kv_codec, retention):
-        print(f"warning: {warning}", file=sys.stderr)
     spec = ClusterSpec(
         model=model, name=name, replicas=replicas, routers=routers, listen=listen,
         http=http, metrics=metrics, device=device, dtype=dtype, compute=compute,
