@@ -447,6 +447,7 @@ def _state(replica: Replica, index: PrefixIndex, now_s: float) -> api_pb2.Replic
         blocks_total=load.blocks_total,
         blocks_free=load.blocks_free,
         blocks_cached=load.blocks_cached,
+        kv_token_bytes=load.kv_token_bytes,
         blocks_indexed=index.stored(replica.stream.slot),
         hit_share=load.cached_tokens / load.prompt_tokens if load.prompt_tokens else 0.0,
         heartbeat_age_s=now_s - replica.seen_s,

@@ -94,6 +94,13 @@ REPLICA_METRICS = (
         "The least that ever was free or evictable.",
     ),
     Metric(
+        "kv_token_bytes",
+        GAUGE,
+        "kv_token_bytes",
+        "Bytes of all KV groups in use, per position held; absent while none is.",
+        unless="kv_token_bytes",
+    ),
+    Metric(
         "retention_rounds_total",
         COUNTER,
         "retention_rounds",
@@ -116,6 +123,24 @@ REPLICA_METRICS = (
         COUNTER,
         "retention_moved_bytes",
         "Bytes of survivors that were moved for it.",
+    ),
+    Metric(
+        "retention_objects_kept_total",
+        COUNTER,
+        "retention_objects_kept",
+        "Pruned states of sequences that ended, put into the tiers.",
+    ),
+    Metric(
+        "retention_objects_resumed_total",
+        COUNTER,
+        "retention_objects_resumed",
+        "Times a sequence went on from one.",
+    ),
+    Metric(
+        "retention_resumed_tokens_total",
+        COUNTER,
+        "retention_resumed_tokens",
+        "Tokens that were not computed because of it.",
     ),
 )
 TIER_METRICS = (

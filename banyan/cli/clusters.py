@@ -95,7 +95,7 @@ def status(name: str, *, json_output: bool) -> None:
         [_router_row(router, seen[router.name]) for router in record.routers],
     )
     columns = ["replica", "state", "started", ">running\n+waiting", ">blocks", ">free"]
-    columns += [">cached", ">prompt\ntokens", ">from\ncache"]
+    columns += [">cached", ">KiB a\ntoken", ">prompt\ntokens", ">from\ncache"]
     rows = [_replica_row(replica, found.get(replica)) for replica in record.replicas]
     output.table("", columns, rows)
     tiers = [row for r in record.replicas if r in found for row in _tier_rows(found[r])]
@@ -166,7 +166,7 @@ def _tier_rows(seen: api_pb2.ReplicaState) -> list[list[Any]]:
 
 def _replica_row(name: str, seen: api_pb2.ReplicaState | None) -> list[Any]:
     if seen is None:
-        return [name, "[red]gone[/red]", "", "", "", "", "", "", ""]
+        return [name, "[red]gone[/red]", *[""] * 8]
     colour = "green" if seen.state == "ready" else "yellow"
     return [
         name,
@@ -176,6 +176,7 @@ def _replica_row(name: str, seen: api_pb2.ReplicaState | None) -> list[Any]:
         seen.blocks_total,
         seen.blocks_free,
         seen.blocks_cached,
+        f"{seen.kv_token_bytes / 2**10:,.1f}" if seen.kv_token_bytes else "",
         seen.prompt_tokens,
         f"{seen.hit_share:.0%}",
     ]

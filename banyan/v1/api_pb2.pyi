@@ -193,7 +193,7 @@ class ClusterStateResponse(_message.Message):
     def __init__(self, router: _Optional[str] = ..., uptime_s: _Optional[float] = ..., replicas: _Optional[_Iterable[_Union[ReplicaState, _Mapping]]] = ..., index_blocks: _Optional[int] = ..., streams_open: _Optional[int] = ...) -> None: ...
 
 class ReplicaState(_message.Message):
-    __slots__ = ("replica", "epoch", "state", "address", "models", "running", "waiting", "blocks_total", "blocks_free", "blocks_cached", "blocks_indexed", "hit_share", "heartbeat_age_s", "prompt_tokens", "cached_tokens", "steps", "numeric_class", "representation", "tiers")
+    __slots__ = ("replica", "epoch", "state", "address", "models", "running", "waiting", "blocks_total", "blocks_free", "blocks_cached", "blocks_indexed", "hit_share", "heartbeat_age_s", "prompt_tokens", "cached_tokens", "steps", "numeric_class", "representation", "tiers", "kv_token_bytes")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -213,6 +213,7 @@ class ReplicaState(_message.Message):
     NUMERIC_CLASS_FIELD_NUMBER: _ClassVar[int]
     REPRESENTATION_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     replica: str
     epoch: int
     state: str
@@ -232,7 +233,8 @@ class ReplicaState(_message.Message):
     numeric_class: str
     representation: str
     tiers: _containers.RepeatedCompositeFieldContainer[_common_pb2.TierLoad]
-    def __init__(self, replica: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., models: _Optional[_Iterable[str]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_indexed: _Optional[int] = ..., hit_share: _Optional[float] = ..., heartbeat_age_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., numeric_class: _Optional[str] = ..., representation: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[_common_pb2.TierLoad, _Mapping]]] = ...) -> None: ...
+    kv_token_bytes: float
+    def __init__(self, replica: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., models: _Optional[_Iterable[str]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_indexed: _Optional[int] = ..., hit_share: _Optional[float] = ..., heartbeat_age_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., numeric_class: _Optional[str] = ..., representation: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[_common_pb2.TierLoad, _Mapping]]] = ..., kv_token_bytes: _Optional[float] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("request_id", "request")

@@ -186,7 +186,7 @@ class Heartbeat(_message.Message):
     def __init__(self, load: _Optional[_Union[Load, _Mapping]] = ..., draining: bool = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "blocks_total", "blocks_free", "blocks_cached", "queued_prefill_tokens", "steps", "step_s", "prefill_s_per_token", "prompt_tokens", "cached_tokens", "stalled", "tiers", "blocks_low", "retention_rounds", "retention_dropped_tokens", "retention_freed_blocks", "retention_moved_bytes")
+    __slots__ = ("running", "waiting", "blocks_total", "blocks_free", "blocks_cached", "queued_prefill_tokens", "steps", "step_s", "prefill_s_per_token", "prompt_tokens", "cached_tokens", "stalled", "tiers", "blocks_low", "retention_rounds", "retention_dropped_tokens", "retention_freed_blocks", "retention_moved_bytes", "retention_objects_kept", "retention_objects_resumed", "retention_resumed_tokens", "kv_token_bytes")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
@@ -205,6 +205,10 @@ class Load(_message.Message):
     RETENTION_DROPPED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RETENTION_FREED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     RETENTION_MOVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_OBJECTS_KEPT_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_OBJECTS_RESUMED_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_RESUMED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     blocks_total: int
@@ -223,7 +227,11 @@ class Load(_message.Message):
     retention_dropped_tokens: int
     retention_freed_blocks: int
     retention_moved_bytes: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., step_s: _Optional[float] = ..., prefill_s_per_token: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., stalled: bool = ..., tiers: _Optional[_Iterable[_Union[_common_pb2.TierLoad, _Mapping]]] = ..., blocks_low: _Optional[int] = ..., retention_rounds: _Optional[int] = ..., retention_dropped_tokens: _Optional[int] = ..., retention_freed_blocks: _Optional[int] = ..., retention_moved_bytes: _Optional[int] = ...) -> None: ...
+    retention_objects_kept: int
+    retention_objects_resumed: int
+    retention_resumed_tokens: int
+    kv_token_bytes: float
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., step_s: _Optional[float] = ..., prefill_s_per_token: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., stalled: bool = ..., tiers: _Optional[_Iterable[_Union[_common_pb2.TierLoad, _Mapping]]] = ..., blocks_low: _Optional[int] = ..., retention_rounds: _Optional[int] = ..., retention_dropped_tokens: _Optional[int] = ..., retention_freed_blocks: _Optional[int] = ..., retention_moved_bytes: _Optional[int] = ..., retention_objects_kept: _Optional[int] = ..., retention_objects_resumed: _Optional[int] = ..., retention_resumed_tokens: _Optional[int] = ..., kv_token_bytes: _Optional[float] = ...) -> None: ...
 
 class EventBatch(_message.Message):
     __slots__ = ("replica", "epoch", "seq", "snapshot", "snapshot_last", "ops", "digest")

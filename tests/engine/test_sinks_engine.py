@@ -12,7 +12,9 @@ from test_radix import CHAIN, FULL, SIZE, Bench
 from test_tiers_engine import TierRig, evict_all
 
 from kvstore.groups import GroupKind, KVGroup
+from worker.engine.messages import EngineLoad
 from worker.models.fake import fake_model
+from worker.service.convert import heartbeat
 
 GROUP = fake_model("sinks", block_tokens=BLOCK).spec.groups[1]
 SINKS = GROUP.sink_blocks(BLOCK)
@@ -188,3 +190,12 @@ def test_sinks_come_back_from_tiers(lower: bool) -> None:
     assert rig.usage("second").cached_tokens >= 60
     assert bool(tier.loaded) == lower
     rig.close()
+
+
+def test_routers_are_told_the_bytes_of_a_token() -> None:
+    rig = Rig("sinks", blocks=64)
+    rig.submit(request("a", tokens(40), max_tokens=4, no_cache=True))
+    rig.step(2)
+    load = rig.core.load()
+    told = heartbeat(load, EngineLoad(), draining=False, stalled=False).load
+    assert told.kv_token_bytes == load.kv_token_bytes == rig.core.memory.token_bytes() > 0

@@ -32,7 +32,7 @@ DISK = TierLoad(
 LOAD = internal_pb2.Load(
     running=3, waiting=2, blocks_total=100, blocks_free=10, blocks_cached=60, steps=1234,
     queued_prefill_tokens=77, step_s=0.0125, prefill_s_per_token=2e-5, prompt_tokens=2**53 - 1,
-    cached_tokens=500, stalled=True, tiers=[DISK],
+    cached_tokens=500, stalled=True, tiers=[DISK], kv_token_bytes=46080.5,
 )  # fmt: skip
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]

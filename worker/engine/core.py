@@ -178,8 +178,7 @@ class EngineCore:
     def load(self) -> EngineLoad:
         """Counts for heartbeats."""
         scheduler, pool = self.scheduler, self.memory.pools[0]
-        pending = [len(s.tokens) - s.computed for s in scheduler.running]
-        prefilling = sum([count for count in pending if count > 1])
+        prefilling = sum([s.pending for s in scheduler.running if s.pending > 1])
         return EngineLoad(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
@@ -193,6 +192,7 @@ class EngineCore:
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens + (self._tiers.late_tokens if self._tiers else 0),
             blocks_low=pool.low,
+            kv_token_bytes=self.memory.token_bytes(),
             compacted=replace(self._pruner.compactor.total) if self._pruner else None,
         )
 

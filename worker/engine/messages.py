@@ -126,7 +126,8 @@ class EngineLoad:
     """A snapshot for heartbeats. Blocks are of group 0; times are smoothed, 0 = not measured.
     `waiting` and `queued_prefill_tokens` leave out what waits for credit. `blocks_cached` are
     those eviction could free. `blocks_low` is the least that ever was free or could be freed.
-    `compacted` is None without retention. `stalled`: the engine failed for good.
+    `compacted` is None without retention. `stalled`: the engine failed for good. `kv_token_bytes`:
+    bytes of all groups' blocks in use, per position that those of group 0 have; 0 = none is.
     """
 
     running: int = 0
@@ -143,6 +144,7 @@ class EngineLoad:
     stalled: bool = False
     blocks_low: int = 0
     compacted: Compacted | None = None
+    kv_token_bytes: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -256,6 +256,10 @@ def heartbeat(
             retention_dropped_tokens=compacted.dropped_tokens,
             retention_freed_blocks=max(0, compacted.freed_blocks),
             retention_moved_bytes=compacted.moved_bytes,
+            retention_objects_kept=compacted.objects_kept,
+            retention_objects_resumed=compacted.objects_resumed,
+            retention_resumed_tokens=compacted.resumed_tokens,
+            kv_token_bytes=load.kv_token_bytes,
         ),
     )
 
