@@ -78,6 +78,11 @@ def build(asked: Asked, report: Report) -> Built:
     config = _config(asked)
     options = _options(asked.policy, config.block_tokens)
     said = _conversation(asked, config.block_tokens)
+    if len(said.token_ids) <= options.budget_tokens:
+        raise InvalidRequest(
+            f"The conversation has {len(said.token_ids)} tokens: a budget of "
+            f"{options.budget_tokens} keeps them all, as the prefix cache does without episodes."
+        )
     secret = read_secret(asked.secret_file)
     found = outline(said.token_ids, said.ends, said.instruction, options)
     report(LOADING, 0.0)
@@ -181,7 +186,6 @@ def _write(
     """The index last: what it names is there by then."""
     from kvstore.objects import Objects
     from worker.episodes.keeping import EpisodeShelf
-    from worker.episodes.record import Kept
 
     shelf = EpisodeShelf(
         Objects(store, model.spec.groups, model.spec.block_tokens), model, last, options
@@ -189,8 +193,7 @@ def _write(
     for episode, patch in enumerate(found.patches):
         report(BUILDING, episode / len(found.patches))
         builder.build(patch)
-        kept = Kept(found.index.history_tokens, builder.positions)
-        _sink(store, shelf.put_episode(episode, kept, builder.pages))
+        _sink(store, shelf.put_episode(episode, builder.state, builder.pages))
     _sink(store, shelf.put_index(found.index))
     report(BUILDING, 1.0)
 

@@ -10,15 +10,7 @@ from worker.episodes.base import EpisodeIndex, EpisodeOptions, Segment, Words
 from worker.episodes.clusters import cluster
 from worker.episodes.embedding import DIMENSIONS, embed, learn
 from worker.episodes.outline import nearest, outline
-from worker.episodes.record import (
-    Kept,
-    decode_episode,
-    decode_index,
-    encode_episode,
-    encode_index,
-    episode_name,
-    index_name,
-)
+from worker.episodes.record import decode_index, encode_index, episode_name, index_name
 from worker.episodes.segments import UTTERANCE_TOKENS_MAX, segments
 
 TOPICS, TOPIC_WORDS, COMMON_WORDS = 4, 30, 12
@@ -157,17 +149,6 @@ def test_an_index_comes_back_as_it_was_and_damage_is_none() -> None:
     assert np.array_equal(found.words.weights, index.words.weights)
     for wrong in (b"", written[:-4], written + b"\0" * 4, b"x" + written[1:], written[:10]):
         assert decode_index(wrong) is None
-
-
-def test_an_episode_comes_back_as_it_was_and_damage_is_none() -> None:
-    positions = np.arange(24, dtype=np.int32).reshape(2, 12)
-    written = encode_episode(Kept(100, positions))
-    found = decode_episode(written)
-    assert found is not None and found.history_tokens == 100
-    assert np.array_equal(found.positions, positions)
-    assert decode_episode(encode_episode(Kept(11, positions))) is None  # more than there were
-    for wrong in (b"", written[:-1], written + b"\0", b"x" + written[1:]):
-        assert decode_episode(wrong) is None
 
 
 def test_every_option_and_the_conversation_are_in_the_names() -> None:

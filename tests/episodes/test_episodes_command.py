@@ -157,7 +157,11 @@ def test_a_disk_tier_has_it_for_its_replica(
         (("--replica", "a"), "needs --nvme"),
         (("--redis", "redis://u:secret@h"), "A password in --redis"),
         (("--redis", "redis://h", "--sinks", "64", *ASKED), "fewer than its budget"),
-        (("--redis", "redis://h", "--block", "32"), "no room for a patched prompt"),
+        (
+            ("--redis", "redis://h", "--budget", "64", "--block", "32"),
+            "no room for a patched prompt",
+        ),
+        (("--redis", "redis://h", "--budget", "4096"), "keeps them all"),
         (("--redis", "redis://h", "--episodes", "0"), "episodes is a whole number"),
         (("--nvme", "x", "--nvme-gib", "0.003", *ASKED), "allows 0.00 GiB"),
     ],

@@ -16,11 +16,11 @@ from kvstore.objects import Objects
 from kvstore.tiered import TieredStore
 from kvstore.tiers.embedded import EmbeddedValkey
 from worker.config import ReplicaConfig
+from worker.engine.derived_state import DerivedState
 from worker.episodes.base import EpisodeOptions
 from worker.episodes.build import EpisodeBuilder
 from worker.episodes.keeping import EpisodeShelf
 from worker.episodes.outline import outline
-from worker.episodes.record import Kept
 from worker.models.llama import LlamaModel
 from worker.service.tiers import open_tiers
 
@@ -87,7 +87,7 @@ def test_episodes_come_back_to_the_byte(reopened: Open) -> None:
     for episode, patch in enumerate(found.patches):
         builder.build(patch)
         put.append((builder.positions, content(model, builder.pages)))
-        assert written.put_episode(episode, Kept(HISTORY, builder.positions), builder.pages)
+        assert written.put_episode(episode, builder.state, builder.pages)
     assert written.put_index(found.index)
     assert len(put) == 2 and put[0][1] != put[1][1]
 
@@ -99,7 +99,7 @@ def test_episodes_come_back_to_the_byte(reopened: Open) -> None:
     for episode in (1, 0):
         pages = [7, 2, 5, 0]
         kept = read.load_episode(episode, pages, WITHIN_S)
-        assert kept is not None and kept.history_tokens == HISTORY
+        assert kept is not None and kept.computed == HISTORY
         assert np.array_equal(kept.positions, put[episode][0])
         assert content(reader, pages) == put[episode][1]
     stats = store.stats()
@@ -111,7 +111,8 @@ def test_what_is_not_there_or_does_not_fit_is_none(reopened: Open) -> None:
     model.allocate((4,))
     positions = np.broadcast_to(np.arange(48, dtype=np.int32), (4, 48))
     first = shelf(reopened(), model)
-    assert first.put_episode(0, Kept(HISTORY, positions), [0, 1, 2])
+    state = DerivedState(HISTORY, 5, plain_blocks=0, tail=(), positions=positions)
+    assert first.put_episode(0, state, [0, 1, 2])
     again = shelf(reopened(), model)
     assert again.index(WITHIN_S) is None
     assert again.load_episode(1, [0, 1, 2], WITHIN_S) is None

@@ -6,6 +6,9 @@ an earlier one is still there. While a sequence queues, the state of its longest
 for; its plain prefix is matched, brought or computed as ever, and behind it the state is copied
 into blocks of the sequence's own. Whatever is missing on the way: it is computed as if there were
 no state. Neither the radix cache nor a router hears of one.
+
+States may also have been made beforehand (`Prepared`): then an index of a beginning is looked for,
+and the state that it tells for what follows.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from worker.engine.messages import Compacted
 from worker.engine.paging import PagedMemory, blocks_for
 from worker.engine.promotion import Promoter, guarded
 from worker.engine.request import Sequence
-from worker.engine.retention.base import Retained
+from worker.engine.retention.base import Prepared, Retained, RetentionPolicy
 from worker.models.base import Model
 
 EDGES_MAX = 1024  # of a prompt, the last ones, at which a state is looked for
@@ -31,13 +34,14 @@ SEEKING_MAX = 64  # sequences that are looked after in a step
 @dataclass(eq=False, slots=True)
 class Wanted:
     """What a sequence wants of an earlier turn. Entry i of `finding` is the state of a beginning
-    with first_edge + i full blocks; those from `open` on are ruled out. Once there is a `state`, it
-    is the entry's before that."""
+    with first_edge + i full blocks, or until one is `chosen` the index of states made beforehand;
+    those from `open` on are ruled out. Once there is a `state`, it is the entry's before that."""
 
     finding: Finding
     first_edge: int
     open: int
     state: DerivedState | None = None
+    chosen: bool = False
 
 
 class DerivedStates:
@@ -103,22 +107,35 @@ class DerivedStates:
         """Start looking for a state, for a sequence that queues."""
         self.forget(sequence)
         retained, request = sequence.retained, sequence.request
-        if retained is None or not retained.policy.resume or not request.cacheable:
+        if retained is None or not request.cacheable:
             return
-        size, tokens, keys = self._memory.block_tokens, sequence.tokens, sequence.keys
-        last = (len(tokens) - 1) // size
-        # No state is of fewer tokens than the first round of the shortest prompt takes.
-        first = max(1, retained.policy.quota.limit(1) // size, last + 1 - EDGES_MAX)
+        policy, keys = retained.policy, sequence.keys
+        prepared = policy if isinstance(policy, Prepared) else None
+        if prepared is None and not policy.resume:
+            return
+        first, last = self._edges(sequence, policy)
         if first > last:
             return
-        keys.extend(extend(request.chain, keys, tokens, limit=last))
+        keys.extend(extend(request.chain, keys, sequence.tokens, limit=last))
         names = [
-            state_name(request.chain, keys[edge - 1], retained.policy)
+            prepared.index_name(keys[edge - 1])
+            if prepared
+            else state_name(request.chain, keys[edge - 1], policy)
             for edge in range(first, last + 1)
         ]
         sequence.wanted = Wanted(self._objects.find(names), first, len(names))
         self._seeking[sequence.id] = sequence
         self._seek(sequence)
+
+    def _edges(self, sequence: Sequence, policy: RetentionPolicy) -> tuple[int, int]:
+        """From how many full blocks to how many the beginnings have that are looked for."""
+        size = self._memory.block_tokens
+        if isinstance(policy, Prepared):  # something of the prompt, and of it alone, has to choose
+            last = (sequence.request.spec.prompt_tokens - 1) // size
+            return max(1, last + 1 - EDGES_MAX), last
+        last = (len(sequence.tokens) - 1) // size
+        # No state is of fewer tokens than the first round of the shortest prompt takes.
+        return max(1, policy.quota.limit(1) // size, last + 1 - EDGES_MAX), last
 
     def look(self) -> None:
         """A step begins: whatever has come, have the blocks brought that go with it, also of
@@ -157,13 +174,15 @@ class DerivedStates:
     def _choose(self, sequence: Sequence, wanted: Wanted) -> Place:
         """Settle for the longest state that fits, if all longer ones are ruled out, and have its
         blocks brought; where they are."""
-        objects, finding = self._objects, wanted.finding
+        objects = self._objects
         while wanted.open:
-            at = wanted.open - 1
+            finding, at = wanted.finding, wanted.open - 1
             place = objects.place(finding, at)
             if place not in (Place.ABSENT, Place.READY):
                 return place
             meta = objects.meta(finding, at)
+            if meta is not None and self._chosen(sequence, wanted, at, meta):
+                continue
             state = None if meta is None else self._fitting(sequence, wanted, at, meta)
             if state is not None:
                 wanted.state = state
@@ -175,6 +194,22 @@ class DerivedStates:
                 return self._place(wanted)
             wanted.open = at
         return Place.ABSENT
+
+    def _chosen(self, sequence: Sequence, wanted: Wanted, at: int, meta: bytes) -> bool:
+        """Whether `meta` is an index: then the state that it tells is wanted in its place."""
+        assert sequence.retained is not None
+        policy, edge = sequence.retained.policy, wanted.first_edge + at
+        if wanted.chosen or not isinstance(policy, Prepared):
+            return False
+        first = edge * self._memory.block_tokens
+        rest = sequence.tokens[first : sequence.request.spec.prompt_tokens]
+        name = policy.choose(meta, sequence.keys[edge - 1], first, rest)
+        if name is None:
+            return False
+        self._objects.cancel(wanted.finding)
+        wanted.finding, wanted.first_edge, wanted.open = self._objects.find([name]), edge, 1
+        wanted.chosen = True
+        return True
 
     def _place(self, wanted: Wanted) -> Place:
         return self._objects.blocks_place(wanted.finding, wanted.open - 1)

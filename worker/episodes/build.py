@@ -14,6 +14,7 @@ import numpy as np
 
 from kernels.slots import Longs
 from seams.errors import LaunchError, PromptTooLong
+from worker.engine.derived_state import DerivedState
 from worker.engine.packing import pack
 from worker.engine.plan import StepPlan
 from worker.engine.retention.selection import Scores, choose
@@ -63,6 +64,12 @@ class EpisodeBuilder:
             if self.stored > options.budget_tokens:
                 self._prune(patch, first + len(ids))
         assert self.stored == min(options.budget_tokens, len(history))
+
+    @property
+    def state(self) -> DerivedState:
+        """What the episode is beside its pages: what a sequence goes on from."""
+        computed, sinks = len(self._history), self._options.sink_tokens
+        return DerivedState(computed, sinks, plain_blocks=0, tail=(), positions=self.positions)
 
     @property
     def episode_bytes(self) -> int:

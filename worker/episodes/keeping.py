@@ -9,18 +9,10 @@ from collections.abc import Sequence
 
 from kvstore.fetch import Place
 from kvstore.keys import BlockKey
-from kvstore.objectnames import ObjectName
 from kvstore.objects import Blocks, Finding, Objects
+from worker.engine.derived_state import DerivedState
 from worker.episodes.base import EpisodeIndex, EpisodeOptions
-from worker.episodes.record import (
-    Kept,
-    decode_episode,
-    decode_index,
-    encode_episode,
-    encode_index,
-    episode_name,
-    index_name,
-)
+from worker.episodes.record import decode_index, encode_index, episode_name, index_name
 from worker.models.base import Model
 
 POLL_S = 0.002
@@ -36,21 +28,15 @@ class EpisodeShelf:
         self._objects, self._model = objects, model
         self._last, self._options = last, options
 
-    def names(self, episodes: int) -> list[ObjectName]:
-        """Of the index and of so many episodes."""
-        numbers = range(episodes)
-        made = [episode_name(self._last, self._options, number) for number in numbers]
-        return [index_name(self._last, self._options), *made]
-
     def put_index(self, index: EpisodeIndex) -> bool:
         """False if there was no room for it in host memory."""
         return self._objects.put(index_name(self._last, self._options), encode_index(index))
 
-    def put_episode(self, episode: int, kept: Kept, pages: Sequence[int]) -> bool:
-        """Copy these pages of the model's pool, which hold kept.positions; False as above."""
+    def put_episode(self, episode: int, state: DerivedState, pages: Sequence[int]) -> bool:
+        """Copy these pages of the model's pool, which hold state.positions; False as above."""
         name = episode_name(self._last, self._options, episode)
         views, _ = _views(self._model, pages)
-        return self._objects.put(name, encode_episode(kept), views)
+        return self._objects.put(name, state.encode(), views)
 
     def index(self, timeout_s: float) -> EpisodeIndex | None:
         """The index, if it comes within that time and is one."""
@@ -61,7 +47,9 @@ class EpisodeShelf:
         finally:
             self._objects.cancel(finding)
 
-    def load_episode(self, episode: int, pages: Sequence[int], timeout_s: float) -> Kept | None:
+    def load_episode(
+        self, episode: int, pages: Sequence[int], timeout_s: float
+    ) -> DerivedState | None:
         """Copy an episode into these pages of the model's pool, of which it takes the first ones.
         None, and whatever is in the pages, if it does not come whole within that time or needs
         more of them."""
@@ -69,14 +57,15 @@ class EpisodeShelf:
         end_s = time.monotonic() + timeout_s
         try:
             meta = self._meta(finding, end_s)
-            kept = None if meta is None else decode_episode(meta)
-            if kept is None or self._objects.block_count(finding, 0) > len(pages):
+            size = self._model.spec.block_tokens
+            state = None if meta is None else DerivedState.decode(meta, size)
+            if state is None or self._objects.block_count(finding, 0) > len(pages):
                 return None
             self._objects.bring(finding, 0)
             while self._objects.blocks_place(finding, 0) > Place.ABSENT:
                 if self._objects.blocks_place(finding, 0) is Place.READY:
                     taken = pages[: self._objects.block_count(finding, 0)]
-                    return kept if self._copy(finding, taken) else None
+                    return state if self._copy(finding, taken) else None
                 if time.monotonic() > end_s:
                     break
                 time.sleep(POLL_S)

@@ -8,13 +8,16 @@ computed again from its tokens, asked at the same counts, and goes on as if noth
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from kvstore.keys import BlockKey
+from kvstore.objectnames import ObjectName
 
 Ints = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
@@ -100,6 +103,23 @@ class RetentionPolicy(Protocol):
     def select(self, view: PageView) -> Mask:
         """[R, n], or [1, n] for all rows alike: true where a slot stays; in every row exactly
         view.kept, among them all fixed ones. Mutates nothing; the same view gives the same."""
+        ...
+
+
+@runtime_checkable
+class Prepared(Protocol):
+    """A policy of which states were made beforehand, several of one beginning: an index, kept as an
+    object, says which of them a prompt goes on from."""
+
+    def index_name(self, key: BlockKey) -> ObjectName:
+        """Of a beginning whose last block has this key. Pure."""
+        ...
+
+    def choose(
+        self, meta: bytes, key: BlockKey, history_tokens: int, rest: Sequence[int]
+    ) -> ObjectName | None:
+        """The state for a prompt of which `rest` follows that beginning of so many tokens; None if
+        `meta` is no index of it. Pure."""
         ...
 
 

@@ -11,7 +11,7 @@ NONE = "none"  # no policy
 RESUME = "resume"  # of any policy: what it leaves of a turn is kept for the next one
 REQUESTS = "requests"  # none but what requests ask for
 SCORED = ("triattention", "snapkv")  # by stored keys
-POLICIES = (NONE, REQUESTS, "streaming", *SCORED)
+POLICIES = (NONE, REQUESTS, "streaming", *SCORED, "epicache")
 
 TEXT_BYTES_MAX = 256
 COUNT_MAX = 1 << 20

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from seams.errors import InvalidRequest, LaunchError
 from worker.calibration.statistics import Statistics
 from worker.engine.retention.base import Quota, RetentionPolicy
+from worker.engine.retention.epicache import EpiCache
 from worker.engine.retention.options import NONE, REQUESTS, RESUME, Options
 from worker.engine.retention.snapkv import SnapKV
 from worker.engine.retention.streaming import Streaming
 from worker.engine.retention.triattention import Centres, TriAttention
+from worker.episodes.base import EpisodeOptions
 from worker.models.base import ModelSpec
 
 WINDOW_TOKENS, INTERVAL_TOKENS = 1024, 128
@@ -33,12 +35,13 @@ class Policies:
             raise LaunchError(
                 "Retention needs a model without sliding windows: those drop tokens already."
             )
-        self._block_tokens = spec.block_tokens
+        self._block_tokens, self._context_tokens = spec.block_tokens, spec.context_tokens
         self._statistics = statistics
         self._centres = Centres.of(statistics) if statistics else None
         self._watched = spec.reads_queries
         self._readable = spec.reads_keys and len(spec.groups) == 1
         self._makers: dict[str, Callable[[Options], RetentionPolicy]] = {
+            "epicache": self._epicache,
             "snapkv": self._snapkv,
             "streaming": self._streaming,
             "triattention": self._triattention,
@@ -111,6 +114,12 @@ class Policies:
             band=options.share("band", BAND),
             resume=options.flag(RESUME),
         )
+
+    def _epicache(self, options: Options) -> RetentionPolicy:
+        """`budget` tokens of a conversation, chosen beforehand for what a question is about."""
+        if not (self._readable and self._watched):
+            raise InvalidRequest("epicache needs a model that torch computes (--compute torch).")
+        return EpiCache.of(EpisodeOptions.of(options, self._block_tokens), self._context_tokens)
 
     def _interval(self, options: Options, budget: int) -> int:
         """Of a policy that scores: so many tokens that a round's cost stays a share of theirs."""
