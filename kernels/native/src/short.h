@@ -30,44 +30,53 @@ INLINE void short_mac(v16 (&acc)[ROWS], const bf16* w, const float* a, int depth
   for (int r = 0; r < ROWS; r++) acc[r] = fma(odd, splat(a[(ptrdiff_t)r * depth + 1]), acc[r]);
 }
 
-// `sums` of ROWS rows (`depth` apart) and HALVES halves of a panel that begins at `w`. ALONE: weights
-// come from memory, and nobody has brought them.
+// `sums` of ROWS rows (`depth` apart) and HALVES halves of a panel that begins at `w`. Weights come
+// from memory, AHEAD bytes ahead of their use (ALONE); or they are near, and the tile brings a line
+// of the `next` panel a step into the L2 cache, if that is not nullptr, while it computes.
 template <class E, int ROWS, int HALVES, bool ALONE>
-inline void short_tile(const float* a, int depth, const E* w, v16* sums) {
+inline void short_tile(const float* a, int depth, const E* w, const char* next, v16* sums) {
   constexpr int STEP = Num<E>::STEP;
   v16 acc[HALVES][ROWS] = {};
   for (int k = 0; k < depth; k += STEP) {
     const E* at = w + (size_t)k * PANEL;
-    if (ALONE)
+    if (ALONE) {
       for (size_t b = 0; b < PANEL * STEP * sizeof(E); b += 64) __builtin_prefetch((const char*)at + b + AHEAD);
+    } else if (next != nullptr) {
+      __builtin_prefetch(next, 0, 2);
+      next += 64;
+    }
     for (int c = 0; c < HALVES; c++) short_mac(acc[c], at + c * 16 * STEP, a + k, depth);
   }
   for (int c = 0; c < HALVES; c++)
     for (int r = 0; r < ROWS; r++) sums[c * ROWS + r] = acc[c][r];
 }
 
+// One of the `tiles` of rows that use a panel. The first two passes over halves of it bring the
+// halves of the next one: without that, a panel's first tile waits for memory and its others leave
+// memory idle.
 template <class E, int ROWS, class Emit>
-inline void short_panel(const float* a, int row, int depth, const E* w, int panel, bool alone, Emit& emit) {
+inline void short_panel(const float* a, int row, int depth, const E* w, int panel, int tile, int tiles,
+                        Emit& emit) {
   v16 sums[2 * ROWS];
   if constexpr (ROWS <= WHOLE_ROWS) {
-    short_tile<E, ROWS, 2, true>(a, depth, w, sums);
+    short_tile<E, ROWS, 2, true>(a, depth, w, nullptr, sums);
   } else {
-    if (alone)
-      short_tile<E, ROWS, 1, true>(a, depth, w, sums);
-    else
-      short_tile<E, ROWS, 1, false>(a, depth, w, sums);
-    short_tile<E, ROWS, 1, false>(a, depth, w + 16 * Num<E>::STEP, sums + ROWS);
+    const char* next = (const char*)(w + (size_t)PANEL * depth);
+    const size_t half = sizeof(E) * PANEL / 2 * depth;
+    short_tile<E, ROWS, 1, false>(a, depth, w, tile < 2 ? next + tile * half : nullptr, sums);
+    short_tile<E, ROWS, 1, false>(a, depth, w + 16 * Num<E>::STEP, tiles == 1 ? next + half : nullptr,
+                                  sums + ROWS);
   }
   for (int r = 0; r < ROWS; r++) emit(row + r, panel, sums[r], sums[ROWS + r]);
 }
 
 template <class E, int ROWS, class Emit>
-inline void short_sized(int rows, const float* a, int row, int depth, const E* w, int panel, bool alone,
-                        Emit& emit) {
+inline void short_sized(int rows, const float* a, int row, int depth, const E* w, int panel, int tile,
+                        int tiles, Emit& emit) {
   if (rows == ROWS)
-    short_panel<E, ROWS>(a, row, depth, w, panel, alone, emit);
+    short_panel<E, ROWS>(a, row, depth, w, panel, tile, tiles, emit);
   else if constexpr (ROWS > 1)
-    short_sized<E, ROWS - 1>(rows, a, row, depth, w, panel, alone, emit);
+    short_sized<E, ROWS - 1>(rows, a, row, depth, w, panel, tile, tiles, emit);
 }
 
 inline const float* widened(const float* a, ptrdiff_t stride, int rows, int depth, float* into) {
@@ -97,7 +106,7 @@ void short_gemm(const E* a, ptrdiff_t stride, int rows, const E* w, int depth, i
       const E* weights = w + (size_t)panel * PANEL * depth;
       for (int row = 0; row < count; row += each)
         short_sized<E, SHORT_ROWS>(count - row < each ? count - row : each, wide + (size_t)row * depth,
-                                   from + row, depth, weights, panel, row == 0, emit);
+                                   from + row, depth, weights, panel, row / each, tiles, emit);
     }
   }
 }
