@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import asdict
 from datetime import datetime
@@ -17,10 +18,13 @@ from banyan.cluster.spec import ClusterSpec
 from banyan.cluster.state import ClusterRecord, RouterRecord
 from banyan.v1 import api_pb2
 from seams.errors import BanyanError
+from worker.service.advice import pruning_warning
 
 
 def up(spec: ClusterSpec, *, json_output: bool) -> None:
     """Start a cluster, showing what it waits for."""
+    if warning := pruning_warning(spec.kv_codec, spec.retention):
+        print(f"warning: {warning}", file=sys.stderr)
     began = time.monotonic()
     with output.stages(quiet=json_output) as report:
         record = launch.up(spec, report)
