@@ -171,7 +171,7 @@ def check(spec: ClusterSpec) -> None:
     if spec.speculate < 0:
         raise LaunchError("--speculate must not be negative.")
     try:
-        check_retention(spec.retention)
+        check_retention(spec.retention, tiered=bool(spec.host_gib or spec.nvme or spec.redis))
     except InvalidRequest as error:
         raise LaunchError(f"--retention: {error.message}") from None
     if spec.calibration and not Path(spec.calibration).is_file():

@@ -26,6 +26,7 @@ from worker.engine.promotion import Promoter
 from worker.engine.retention.base import Quota, RetentionPolicy
 from worker.engine.retention.policies import Policies, policy_of
 from worker.models.fake import fake_model
+from worker.service.settings import check_retention
 
 Promoter.strict = True
 SUFFIX = Scattered(Quota(budget_tokens=10, interval_tokens=8), resume=True)
@@ -481,6 +482,14 @@ def test_an_option_that_is_none_is_one_sentence(text: str, sentence: str) -> Non
     with pytest.raises(InvalidRequest) as raised:
         Policies(fake_model("full").spec).make(text)
     assert sentence in str(raised.value)
+
+
+def test_turns_are_kept_where_there_is_a_tier() -> None:
+    check_retention("streaming:window=9,resume")
+    check_retention("streaming:window=9", tiered=False)
+    with pytest.raises(InvalidRequest) as raised:
+        check_retention("streaming:window=9,resume", tiered=False)
+    assert "streaming's resume keeps turns in tiers, and there are none" in str(raised.value)
 
 
 def test_whether_turns_are_kept_is_part_of_the_numeric_class() -> None:

@@ -57,7 +57,7 @@ def test_a_replica_offers_what_it_is_told_to() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"retention": "streaming:window=none"}, "--retention: streaming's window is a whole"),
+        ({"retention": "streaming:window=much"}, "--retention: streaming's window is a whole"),
         ({"retention": "triattention"}, "--retention: triattention needs a model whose keys"),
         ({"retention": "streaming", "model": "fake:window"}, "without sliding windows"),
         ({"retention": "streaming", "calibration": "/nowhere/c"}, "cannot be read"),

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from kernels.codecs.names import MODEL, OSCAR, parse_codec
 from seams.errors import InvalidRequest
 from worker.config import ReplicaConfig
-from worker.engine.retention.options import POLICIES, Options
+from worker.engine.retention.options import NONE, POLICIES, RESUME, Options
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 COLD_CODECS = ("none", "fp8", "turboquant4")
@@ -59,14 +59,21 @@ def _check(config: ReplicaConfig) -> None:
             raise InvalidRequest("Every address of the replica's configuration is host:port.")
     if config.listen.rpartition(":")[0] in _EVERY_INTERFACE and not config.advertise:
         raise InvalidRequest("A replica that listens on all interfaces needs advertise.")
-    check_retention(config.retention)
+    check_retention(config.retention, tiered=bool(config.host_gib or config.nvme or config.redis))
     _check_tiers(config)
 
 
-def check_retention(policy: str) -> None:
-    """Raise InvalidRequest for what is no retention policy; the replica checks its options."""
-    if policy and Options(policy).name not in POLICIES:
+def check_retention(policy: str, *, tiered: bool = True) -> None:
+    """Raise InvalidRequest for what is no retention policy, or one that keeps turns in tiers where
+    there are none; the replica checks its options."""
+    options = Options(policy or NONE)
+    if options.name not in POLICIES:
         raise InvalidRequest(f"A retention policy is one of {', '.join(POLICIES)}.")
+    if options.has(RESUME) and not tiered:
+        raise InvalidRequest(
+            f"{options.name}'s resume keeps turns in tiers, and there are none: --host-gib, --nvme "
+            "or --redis."
+        )
 
 
 def _check_tiers(config: ReplicaConfig) -> None:
