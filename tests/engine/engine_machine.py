@@ -14,6 +14,7 @@ import torch
 from dict_tier import DictTier
 
 from kvstore.fetch import Level
+from kvstore.objectnames import is_part
 from kvstore.tiered import TieredStore
 from kvstore.tiers.host import HostTier
 from kvstore.tiers.queue import TierQueue
@@ -88,12 +89,13 @@ class Tiers:
     """A store whose host tier is far too small, over a disk and a shared tier that lose calls,
     freeze and forget. Of a chance of its own: a machine's is the same with and without."""
 
-    def __init__(self, model: FakeModel, chance: random.Random) -> None:
+    def __init__(self, model: FakeModel, chance: random.Random, slots: Sequence[int]) -> None:
         self.random = chance
         sizes = {group.id: group.block_bytes for group in model.spec.groups}
         ranks = sum(group.ranks for group in model.spec.groups)
-        slots = ranks * chance.choice([4, 10, 30])
-        self.host = HostTier(sizes, slots * 4096, verify=True, prefault=False)
+        self.host = HostTier(
+            sizes, ranks * chance.choice(slots) * 4096, verify=True, prefault=False
+        )
         self.lower = [
             DictTier(name, load_s=chance.choice([0.0, 2e-4]), losing=losing, seed=chance.random())
             for name, losing in (("disk", 0.3), ("shared", 0.2))
@@ -150,6 +152,8 @@ class Tracked:
 class Machine:
     """One engine and one source of chance; `run` makes it step."""
 
+    host_slots: Sequence[int] = (4, 10, 30)  # of each rank: one of them
+
     def __init__(self, shape: str, seed: int, *, tiered: bool = False) -> None:
         self.seed = seed
         self.random = random.Random(f"{shape}/{seed}")
@@ -165,7 +169,7 @@ class Machine:
             poison_freed=True,
         )
         chance = random.Random(f"tiers/{shape}/{seed}")
-        self.tiers = Tiers(self.model, chance) if tiered else None
+        self.tiers = Tiers(self.model, chance, self.host_slots) if tiered else None
         store = self.tiers.store if self.tiers else None
         self.core = EngineCore(self.model, self.config, self.clock, self._sample, tiers=store)
         if self.tiers is not None:
@@ -414,7 +418,8 @@ class Machine:
         tiers.check_end()
         for op in self.core._tiers.take_ops() if self.core._tiers else ():
             tiers.hear(op)
-        held = {(name.group, name.key) for name in tiers.host.names() if name.rank == 0}
+        blocks = [name for name in tiers.host.names() if not is_part(name)]
+        held = {(name.group, name.key) for name in blocks if name.rank == 0}
         assert tiers.mirror == held, "told of other blocks than there are"
         for level, blocks in tiers.store.loaded_blocks.items():
             self.counts[level.name] += blocks

@@ -20,6 +20,8 @@ from worker.models.fake import FakeModel, fake_model
 
 SHAPES = ("full", "latent", "ranks", "full/inverted")
 CI = [(SHAPES[seed % len(SHAPES)], seed) for seed in range(6)]
+TURNS = [(SHAPES[seed % len(SHAPES)], seed) for seed in (11, 15)]
+TURNS_SOAK = [(SHAPES[seed % len(SHAPES)], seed) for seed in range(2000, 2040)]
 SOAK = [(SHAPES[seed % len(SHAPES)], seed) for seed in range(1000, 1100)]
 
 
@@ -75,7 +77,8 @@ class PrunedMachine(Machine):
             )
         kind = Scattered if self.random.random() < 0.6 else Streaming
         policies = Policies(self.model.spec)
-        self.policy = policies.default = kind(quota)
+        # With tiers, preempted sequences go on from what they left there.
+        self.policy = policies.default = kind(quota, resume=tiered)
         store = self.tiers.store if self.tiers else None
         self.core = EngineCore(
             self.model, self.config, self.clock, self._sample, tiers=store, retention=policies
@@ -121,6 +124,14 @@ class PrunedMachine(Machine):
         self.counts["waited"] += found.waited
         self.counts["moved"] += found.moved_bytes
         self.counts["move_faults"] += self.move_faults
+        self.counts["kept"] += found.objects_kept
+        self.counts["resumed"] += found.objects_resumed
+
+
+class TurnMachine(PrunedMachine):
+    """A PrunedMachine over tiers that hold what is preempted."""
+
+    host_slots = (60, 200, 400)
 
 
 @pytest.fixture(autouse=True)
@@ -150,6 +161,25 @@ def test_the_machine_pruned_everywhere(totals: Counter[str]) -> None:
         assert totals[what] > 20, what
     for what in ("waited", "move_faults", "NoneType", "Cancelled", "InternalError"):
         assert totals[what] > 0, what
+
+
+@pytest.mark.parametrize(("shape", "seed"), TURNS, ids=str)
+def test_conservation_while_states_are_kept(shape: str, seed: int) -> None:
+    """What is preempted goes on from its own state, as if nothing had happened."""
+    test = "tests/engine/test_retention_machine.py::test_conservation_while_states_are_kept"
+    with replayable(test, f"{shape}-{seed}"):
+        machine = TurnMachine(shape, seed, tiered=True)
+        machine.run(250)
+        machine.finish()
+        print({what: machine.counts[what] for what in ("preemptions", "kept", "resumed")})
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("shape", "seed"), TURNS_SOAK, ids=str)
+def test_conservation_while_states_are_kept_full(shape: str, seed: int) -> None:
+    test = "tests/engine/test_retention_machine.py::test_conservation_while_states_are_kept_full"
+    with replayable(test, f"{shape}-{seed}"):
+        TurnMachine(shape, seed, tiered=True).run(3_000)
 
 
 @pytest.mark.soak

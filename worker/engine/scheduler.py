@@ -260,6 +260,8 @@ class Scheduler:
     def _schedule(self, draft: StepDraft, sequence: Sequence, *, prefill: bool = False) -> None:
         """Give a running sequence rows of this step, or more of them, preempting others for it
         where allowed."""
+        if sequence.state is not State.RUNNING:
+            return  # preempted for another of this step: it queues, and may have a fetch again
         computable = self._bring(sequence, draft) if sequence.fetch is not None else AT_ONCE
         if sequence.wanted is not None:
             computable = min(computable, self._go_on(sequence, draft))
