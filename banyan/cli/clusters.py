@@ -98,8 +98,8 @@ def status(name: str, *, json_output: bool) -> None:
         ["router", "address", "state", ">replicas", ">indexed\nblocks", ">open\nstreams"],
         [_router_row(router, seen[router.name]) for router in record.routers],
     )
-    columns = ["replica", "state", "started", ">running\n+waiting", ">blocks", ">free"]
-    columns += [">cached", ">KiB a\ntoken", ">prompt\ntokens", ">from\ncache"]
+    columns = ["replica", "state", "started", ">runs\n+waits", ">blocks", ">free"]
+    columns += [">cached", ">KiB/\ntok", ">prompt\ntokens", ">from\ncache"]
     rows = [_replica_row(replica, found.get(replica)) for replica in record.replicas]
     output.table("", columns, rows)
     tiers = [row for r in record.replicas if r in found for row in _tier_rows(found[r])]
@@ -168,6 +168,13 @@ def _tier_rows(seen: api_pb2.ReplicaState) -> list[list[Any]]:
     ]
 
 
+def _short(number: float) -> str:
+    """Three digits at least, and nothing for nothing."""
+    if not number:
+        return ""
+    return f"{number:.3g}" if number < 1000 else f"{number:.0f}"
+
+
 def _replica_row(name: str, seen: api_pb2.ReplicaState | None) -> list[Any]:
     if seen is None:
         return [name, "[red]gone[/red]", *[""] * 8]
@@ -180,7 +187,7 @@ def _replica_row(name: str, seen: api_pb2.ReplicaState | None) -> list[Any]:
         seen.blocks_total,
         seen.blocks_free,
         seen.blocks_cached,
-        f"{seen.kv_token_bytes / 2**10:,.1f}" if seen.kv_token_bytes else "",
+        _short(seen.kv_token_bytes / 2**10),
         seen.prompt_tokens,
         f"{seen.hit_share:.0%}",
     ]

@@ -76,7 +76,7 @@ def sentence(done: subprocess.CompletedProcess[str]) -> str:
             ["--kv-codec", "turboquant:k5v4"],
             "error: --kv-codec: The KV codec must be model, fp8,",
         ),
-        (["--kv-codec", "fp8", "--batch-invariant"], "not with batch-invariant serving."),
+        (["--kv-codec", "oscar", "--batch-invariant"], "not with batch-invariant serving."),
         (["--kv-codec", "oscar"], "error: --kv-codec: The KV codec oscar needs a calibration of"),
         (["--kv-codec", "fp8", "--cold-codec", "fp8"], "the cold codec must be none."),
         (["--model", "owner/missing"], "error: owner/missing is neither a folder here nor"),
