@@ -5,6 +5,8 @@
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+# Of the tests; a whole core each.
+PROCESSES ?= 2
 
 help:
 	@echo "make run    a cluster on this machine: two replicas, a real model, cached tokens"
@@ -29,7 +31,7 @@ model: $(STAMP)
 	@$(PY) -m banyan model fetch demo
 
 test: model
-	@$(PY) -m pytest -m 'not soak' --durations=15
+	@$(PY) -m pytest -m 'not soak' -n $(PROCESSES) --dist loadgroup --no-loadscope-reorder --durations=15
 
 clients: model
 	@$(PY) tests/clients/run.py

@@ -22,6 +22,16 @@ settings.load_profile("banyan")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What one process runs when tests are spread over several: a file, but clusters one after the
+    other, since each test of one looks whether anything of it is left on the machine."""
+    for item in items:
+        folder = item.path.parent.name
+        group = folder if folder == "e2e" else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _compiled_path_is_built_once() -> None:
     """Many tests, and the clusters they start, have a home of their own: without this each of them
