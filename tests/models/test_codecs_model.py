@@ -20,7 +20,6 @@ from seams.errors import ModelLoadError
 from worker.config import ReplicaConfig
 from worker.models.calibrating import fp8_scales
 from worker.models.load import load_model, plan_blocks
-from worker.models.making import compiled_dtype
 
 VOCAB = config_of("untied").vocab_tokens
 # Mean KL to the same decoder without a codec, at most: random weights attend sharply.
@@ -159,16 +158,6 @@ def _again(stepper: Stepper, stream: Any) -> Any:
 def test_refusals(fields: dict[str, Any], expected: str) -> None:
     with pytest.raises(ModelLoadError, match=expected):
         load_model(config(**fields))
-
-
-def test_the_compiled_path_makes_way() -> None:
-    parsed, cpu = config_of("untied"), torch.device("cpu")
-    assert compiled_dtype(config(kv_codec="fp8"), parsed, torch.bfloat16, cpu) is None
-    with pytest.raises(ModelLoadError, match="keeps keys and values in the model's dtype"):
-        compiled_dtype(config(kv_codec="fp8", compute="compiled"), parsed, torch.bfloat16, cpu)
-    asked = config(kv_codec="fp8", batch_invariant=True)
-    with pytest.raises(ModelLoadError, match="No batch-invariant path"):
-        compiled_dtype(asked, parsed, torch.bfloat16, cpu)
 
 
 def test_scales_follow_the_keys_and_name_the_calibration() -> None:

@@ -16,6 +16,7 @@ from kernels.codecs.names import MODEL, OSCAR, CodecName, parse_codec
 from kernels.codecs.oscar import LayerRotations
 from kernels.hybrid import Reach
 from kernels.native.build import NativeUnavailable, load_library
+from kernels.native.pages import unsupported_codec
 from seams.errors import LaunchError, ModelLoadError
 from worker.calibration.statistics import Statistics
 from worker.config import ReplicaConfig
@@ -55,10 +56,10 @@ def compiled_dtype(
         return None  # an unknown name: refused where dtypes are chosen
     if config.adapters:
         reason = "The compiled path computes no adapters."
-    elif config.kv_codec != MODEL:
-        reason = "The compiled path keeps keys and values in the model's dtype."
     else:
-        reason = _unavailable(parsed, dtype, device, config.block_tokens)
+        name = parse_codec(config.kv_codec)  # no name at all is refused where codecs are made
+        reason = unsupported_codec(name) if name is not None else ""
+        reason = reason or _unavailable(parsed, dtype, device, config.block_tokens)
     if not reason:
         return dtype
     if config.compute == "compiled":
@@ -128,9 +129,9 @@ def make_model(
         )
         _recode(model, config, parsed, weights)
         return model
-    assert not adapters and config.kv_codec == MODEL
+    assert not adapters
     try:
-        return CompiledModel(
+        exact = CompiledModel(
             parsed,
             weights,
             name=name,
@@ -141,10 +142,12 @@ def make_model(
         )
     except MemoryError:
         raise ModelLoadError("The device has no memory left for the model's weights.") from None
+    _recode(exact, config, parsed, weights)
+    return exact
 
 
 def _recode(
-    model: LlamaModel,
+    model: LlamaModel | CompiledModel,
     config: ReplicaConfig,
     parsed: ModelConfig,
     weights: Weights,
@@ -154,6 +157,7 @@ def _recode(
     if name is None:
         raise ModelLoadError("The KV codec must be model, fp8, turboquant:kAvB or oscar.")
     if name.kind == OSCAR:
+        assert isinstance(model, LlamaModel), "the compiled path has no OSCAR"
         rotations = _rotations(config, model.spec.fingerprint)
         recode_oscar(model, name, parsed, rotations, weights.embedding)
         return

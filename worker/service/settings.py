@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from kernels.codecs.names import MODEL, OSCAR, parse_codec
 from seams.errors import InvalidRequest
 from worker.config import ReplicaConfig
-from worker.engine.retention.options import NONE, POLICIES, RESUME, Options
+from worker.engine.retention.options import EPICACHE, NONE, POLICIES, RESUME, Options
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 COLD_CODECS = ("none", "fp8", "turboquant4")
@@ -69,6 +69,10 @@ def check_retention(policy: str, *, tiered: bool = True) -> None:
     options = Options(policy or NONE)
     if options.name not in POLICIES:
         raise InvalidRequest(f"A retention policy is one of {', '.join(POLICIES)}.")
+    if options.name == EPICACHE and not tiered:
+        raise InvalidRequest(
+            "epicache finds episodes in tiers, and there are none: --host-gib, --nvme or --redis."
+        )
     if options.has(RESUME) and not tiered:
         raise InvalidRequest(
             f"{options.name}'s resume keeps turns in tiers, and there are none: --host-gib, --nvme "
@@ -97,7 +101,8 @@ def _check_tiers(config: ReplicaConfig) -> None:
 
 def check_kv_codec(codec: str, cold_codec: str, *, batch_invariant: bool) -> None:
     """Raise InvalidRequest for a way to keep blocks on the device that is not to be had."""
-    if parse_codec(codec) is None:
+    name = parse_codec(codec)
+    if name is None:
         raise InvalidRequest(
             "The KV codec must be model, fp8, turboquant:kAvB (keys of 1, 2, 3, 4 or 8 bits, "
             "values of 1 to 4), which may be followed by ,boundary=N, or oscar, which may be "
@@ -105,7 +110,7 @@ def check_kv_codec(codec: str, cold_codec: str, *, batch_invariant: bool) -> Non
         )
     if codec == MODEL:
         return
-    if batch_invariant:
+    if batch_invariant and name.kind == OSCAR:
         raise InvalidRequest(
             f"The KV codec {codec} is computed by torch, whose batches can change a bit of an "
             "answer: not with batch-invariant serving."

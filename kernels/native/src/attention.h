@@ -5,8 +5,7 @@
 // only: what is masked adds exactly nothing, however many rows share the walk.
 //
 // `Pages` (pages.h) is where codecs plug in: it gives sixteen tokens of a head at a time, in place or
-// decoded. A score is one lane per token, an output one lane per column. Codes leave a factor per token
-// (`FACTORS`), which its score and its weight are multiplied by.
+// decoded. A score is one lane per token, an output one lane per column.
 #pragma once
 
 #include "gemm.h"
@@ -41,11 +40,13 @@ struct AttentionScratch {
 template <class E, int ROWS>
 inline void score_rows(const typename Num<E>::Operand* query, const E* keys, int key_stride, int dim, float* scores) {
   constexpr int STEP = Num<E>::STEP;
-  v16 acc[ROWS] = {};
-  for (int d = 0; d < dim; d += STEP) {
+  v16 acc[ROWS];
+  for (int r = 0; r < ROWS; r++) acc[r] = v16{};
+  int d = 0;
+  do {  // a loop that may run no time would keep the sums in memory
     const auto wide = Num<E>::wide(keys + (size_t)(d / STEP) * key_stride);
     for (int r = 0; r < ROWS; r++) acc[r] = Num<E>::mac(acc[r], wide, query + r * dim + d);
-  }
+  } while ((d += STEP) < dim);
   for (int r = 0; r < ROWS; r++) store(scores + r * CHUNK, acc[r]);
 }
 
@@ -278,13 +279,74 @@ inline const E* without_tail(AttentionScratch<E>& s, const E* values, int dim, i
   return s.tail;
 }
 
-// rows[r][16 slot ..] by the slots' factors, over the chunk's present subpages.
-template <class Pages, class T>
-inline void multiply_rows(float (*at)[CHUNK], int rows, const Pages& pages, const T* const* present, int subpages) {
-  for (int j = 0; j < subpages; j++) {
-    if (present[j] == nullptr) continue;
-    const v16 factor = pages.factor(j);
-    for (int r = 0; r < rows; r++) store(&at[r][j * SUBPAGE], load(&at[r][j * SUBPAGE]) * factor);
+// What walks know of a chunk: its subpages from position p0 on, those in `places`.
+template <class Place>
+struct Chunk {
+  int p0, subpages;
+  Place places[SUBPAGES];
+};
+
+// Pages of the model's dtype: all of a chunk's subpages at once.
+template <class E>
+void score_pages(AttentionScratch<E>& s, const PlainPages<E>& pages, const Chunk<PlaceOf<E>>& chunk, int /*head*/,
+                 int first, int rows) {
+  const E* keys[SUBPAGES] = {};
+  for (int j = 0; j < chunk.subpages; j++) keys[j] = chunk.places[j].keys;
+#if defined(__AMX_BF16__)
+  if constexpr (sizeof(E) == 2) {
+    amx_score_chunk(s, first, rows, pages.dim, pages.key_stride(), keys, chunk.subpages);
+    return;
+  }
+#endif
+  score_chunk(s, first, rows, pages.dim, pages.key_stride(), keys, chunk.subpages);
+}
+
+template <class E>
+void weigh_pages(AttentionScratch<E>& s, const PlainPages<E>& pages, const Chunk<PlaceOf<E>>& chunk, int /*head*/,
+                 int first, int rows, int length) {
+  const E* values[SUBPAGES] = {};
+  for (int j = 0; j < chunk.subpages; j++) {
+    const int valid = length - (chunk.p0 + j * SUBPAGE);
+    values[j] = chunk.places[j].values;
+    if (values[j] != nullptr && valid < SUBPAGE) values[j] = without_tail(s, values[j], pages.dim, valid);
+  }
+#if defined(__AMX_BF16__)
+  if constexpr (sizeof(E) == 2) {
+    amx_weigh_chunk(s, first, rows, pages.dim, values, chunk.subpages);
+    return;
+  }
+#endif
+  weigh_chunk(s, first, rows, pages.dim, values, chunk.subpages);
+}
+
+// rows[r][16 j ..] times a factor by token.
+inline void multiply_rows(float (*at)[CHUNK], int rows, int j, const v16& factor) {
+  for (int r = 0; r < rows; r++) store(&at[r][j * SUBPAGE], load(&at[r][j * SUBPAGE]) * factor);
+}
+
+// Pages of codes: one subpage is decoded, used by all rows, and gives way to the next.
+inline void score_pages(AttentionScratch<float>& s, const CodedPages& pages, const Chunk<PlaceOf<uint8_t>>& chunk,
+                        int head, int first, int rows) {
+  for (int j = 0; j < chunk.subpages; j++) {
+    if (chunk.places[j].keys == nullptr) continue;
+    const Decoded& decoded = pages.keys(chunk.places[j], head);
+    const float* keys[SUBPAGES] = {};
+    keys[j] = decoded.tile;
+    score_chunk(s, first, rows, pages.dim, pages.key_stride(), keys, j + 1);
+    multiply_rows(&s.scores[first], rows, j, decoded.factor);
+  }
+}
+
+inline void weigh_pages(AttentionScratch<float>& s, const CodedPages& pages, const Chunk<PlaceOf<uint8_t>>& chunk,
+                        int head, int first, int rows, int length) {
+  for (int j = 0; j < chunk.subpages; j++) {
+    if (chunk.places[j].values == nullptr) continue;
+    const Decoded& decoded = pages.values(chunk.places[j], head);
+    const int valid = length - (chunk.p0 + j * SUBPAGE);
+    const float* values[SUBPAGES] = {};
+    values[j] = valid < SUBPAGE ? without_tail(s, decoded.tile, pages.dim, valid) : decoded.tile;
+    multiply_rows(&s.weights[first], rows, j, first_of(decoded.factor, valid));
+    weigh_chunk(s, first, rows, pages.dim, values, j + 1);
   }
 }
 
@@ -306,49 +368,24 @@ template <class E, class Pages>
 void walk(AttentionScratch<E>& s, const Pages& pages, int head, int first, int rows, const int* last,
           int from, int to, int length, const AttentionShape& shape, bool ahead) {
 #if defined(__AMX_BF16__)
-  constexpr bool TILES = sizeof(E) == 2;
-  if constexpr (TILES) shape_attention(rows);
+  if constexpr (sizeof(E) == 2) shape_attention(rows);
 #endif
   for (int p0 = from; p0 < to; p0 += CHUNK) {
     const int subpages = to - p0 < CHUNK ? (to - p0 + SUBPAGE - 1) / SUBPAGE : SUBPAGES;
-    typename Pages::Place places[SUBPAGES] = {};
-    const E *keys[SUBPAGES] = {}, *values[SUBPAGES] = {};
-    for (int j = 0; j < subpages; j++) {
-      places[j] = pages.at(p0 + j * SUBPAGE, head);
-      if (places[j].keys != nullptr) keys[j] = pages.keys(places[j], head, j);
-    }
+    Chunk<typename Pages::Place> chunk{p0, subpages, {}};
+    for (int j = 0; j < subpages; j++) chunk.places[j] = pages.at(p0 + j * SUBPAGE, head);
     for (int j = 0; ahead && j < SUBPAGES; j++) {  // the chunk after this one
       const int p = p0 + CHUNK + j * SUBPAGE;
       if (p >= to) break;
       const auto next = pages.at(p, head);
       if (next.keys != nullptr) pages.fetch(next);
     }
-#if defined(__AMX_BF16__)
-    if constexpr (TILES)
-      amx_score_chunk(s, first, rows, shape.dim, pages.key_stride(), keys, subpages);
-    else
-#endif
-      score_chunk(s, first, rows, shape.dim, pages.key_stride(), keys, subpages);
-    if constexpr (Pages::FACTORS) multiply_rows(&s.scores[first], rows, pages, keys, subpages);
+    score_pages(s, pages, chunk, head, first, rows);
     for (int r = first; r < first + rows; r++) {
       const int low = shape.window > 0 ? last[r] - shape.window + 1 : 0;
       soften(s, r, p0, subpages, low, last[r], shape);
     }
-    for (int j = 0; j < subpages; j++) {
-      if (keys[j] == nullptr) continue;
-      values[j] = pages.values(places[j], head, j);
-      const int valid = length - (p0 + j * SUBPAGE);
-      if (valid >= SUBPAGE) continue;
-      values[j] = without_tail(s, values[j], shape.dim, valid);
-      if constexpr (Pages::FACTORS) pages.factor(j) = first_of(pages.factor(j), valid);
-    }
-    if constexpr (Pages::FACTORS) multiply_rows(&s.weights[first], rows, pages, values, subpages);
-#if defined(__AMX_BF16__)
-    if constexpr (TILES)
-      amx_weigh_chunk(s, first, rows, shape.dim, values, subpages);
-    else
-#endif
-      weigh_chunk(s, first, rows, shape.dim, values, subpages);
+    weigh_pages(s, pages, chunk, head, first, rows, length);
   }
 }
 

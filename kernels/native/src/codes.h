@@ -10,29 +10,12 @@
 #include <cmath>
 
 #include "banyan_native.h"
-#include "vector.h"
+#include "lookup.h"
 
 namespace banyan {
 
-constexpr int TOGETHER = 16;      // tokens that are decoded at once
 constexpr int DIM_MAX = 256;      // of a head
 constexpr float E4M3_UNIT = 256;  // what from_e4m3 leaves out
-
-typedef uint8_t Bytes __attribute__((vector_size(LANES)));
-
-INLINE void get_bytes(const uint8_t* p, Uints& into) {
-  into = __builtin_convertvector(load_as<Bytes>(p), Uints);
-}
-template <class V>
-INLINE void get_bytes(const uint8_t* p, Two<V>& into) {
-  get_bytes(p, into.low);
-  get_bytes(p + sizeof(V) / 4, into.high);
-}
-INLINE u16 sixteen_bytes(const uint8_t* p) {
-  u16 found;
-  get_bytes(p, found);
-  return found;
-}
 
 // --- small floats ----------------------------------------------------------------------------------
 
@@ -91,76 +74,6 @@ INLINE v16 from_e4m3(const uint8_t* p) {
 }
 #endif
 
-// --- indices of a codebook -------------------------------------------------------------------------
-
-// Eight numbers of BITS bits each, the first lowest.
-template <int BITS>
-INLINE uint32_t word_at(const uint8_t* p) {
-  uint32_t word = 0;
-  std::memcpy(&word, p, BITS);
-  return word;
-}
-
-#if defined(__AVX512F__)
-INLINE void words_of(uint32_t first, uint32_t second, Uints& into) {
-  into = (Uints)_mm512_mask_set1_epi32(_mm512_set1_epi32((int)first), 0xff00, (int)second);
-}
-#else
-INLINE void words_of(uint32_t word, Uints& into) { into = Uints{} + word; }
-template <class V>
-INLINE void words_of(uint32_t word, Two<V>& into) {
-  words_of(word, into.low);
-  into.high = into.low;
-}
-// Eight lanes of the first, eight of the second.
-template <class V>
-INLINE void words_of(uint32_t first, uint32_t second, Two<V>& into) {
-  words_of(first, into.low);
-  words_of(second, into.high);
-}
-#endif
-
-// A codebook's 16 entries (one of fewer bits comes again and again), by the lowest bits of an index:
-// what stands above them does not matter.
-#if defined(__AVX512F__)
-typedef v16 Codebook;
-template <int BITS>
-INLINE void choose(const Codebook& book, const Uints& index, Floats& into) {
-  into = (Floats)_mm512_permutexvar_ps((__m512i)index, (__m512)book);
-}
-#elif defined(__AVX2__)
-typedef v16 Codebook;
-template <int BITS>
-INLINE void choose(const Codebook& book, const Uints& index, Floats& into) {
-  const __m256 low = _mm256_permutevar8x32_ps((__m256)book.low, (__m256i)index);
-  if constexpr (BITS < 4) {
-    into = (Floats)low;
-  } else {
-    const __m256 high = _mm256_permutevar8x32_ps((__m256)book.high, (__m256i)index);
-    into = (Floats)_mm256_blendv_ps(low, high, (__m256)(index << 28));
-  }
-}
-#else
-struct Codebook {
-  float at[16];
-};
-template <int BITS>
-INLINE void choose(const Codebook& book, const Uints& index, Floats& into) {
-  for (int i = 0; i < LANES; i++) into[i] = book.at[index[i] & 15];
-}
-#endif
-template <int BITS, class V, class W>
-INLINE void choose(const Codebook& book, const Two<V>& index, Two<W>& into) {
-  choose<BITS>(book, index.low, into.low);
-  choose<BITS>(book, index.high, into.high);
-}
-template <int BITS>
-INLINE v16 chosen(const Codebook& book, const u16& index) {
-  v16 found;
-  choose<BITS>(book, index, found);
-  return found;
-}
-
 // norm / sqrt(squares), token by token: what makes of a codeword the vector of that norm.
 INLINE v16 stretch(const uint16_t* norms, const float* squares) {
   float lengths[TOGETHER];
@@ -191,49 +104,23 @@ inline void fp8_values(const BanyanVectors& how, const uint8_t* values, int head
 template <int BITS>
 inline void turbo_keys(const BanyanVectors& how, const uint8_t* keys, int stride, int, int dim, float* tile,
                        v16& factor) {
-  Codebook book;
-  std::memcpy(&book, how.centroids, sizeof book);
-  v16 squares = {};
-  for (int d = 0; d < dim; d += 8) {
-    u16 word = sixteen_bytes(keys);
-    for (int b = 1; b < BITS; b++) word = word ^ (sixteen_bytes(keys + (size_t)b * stride) << (8 * b));
-    keys += (size_t)BITS * stride;
-    for (int i = 0; i < 8; i++, tile += TOGETHER) {
-      const v16 found = chosen<BITS>(book, word >> (BITS * i));
-      store(tile, found);
-      squares = fma(found, found, squares);
-    }
-  }
-  uint16_t norms[TOGETHER];
   float sums[TOGETHER];
+  store(sums, key_entries<BITS>(how.centroids, keys, stride, dim, tile));
+  keys += (size_t)BITS * (dim / 8) * stride;
+  uint16_t norms[TOGETHER];
   for (int t = 0; t < TOGETHER; t++) norms[t] = (uint16_t)(keys[t] | keys[stride + t] << 8);
-  store(sums, squares);
   factor = stretch(norms, sums);
 }
 
 template <int BITS>
 inline void turbo_values(const BanyanVectors& how, const uint8_t* values, int, int dim, float* tile,
                          v16& factor) {
-  static constexpr uint32_t SHIFTS[] = {0,        BITS,     2 * BITS, 3 * BITS, 4 * BITS, 5 * BITS,
-                                        6 * BITS, 7 * BITS, 0,        BITS,     2 * BITS, 3 * BITS,
-                                        4 * BITS, 5 * BITS, 6 * BITS, 7 * BITS};
-  Codebook book;
-  std::memcpy(&book, how.centroids, sizeof book);
-  const u16 shifts = load_as<u16>(SHIFTS);
+  const ValueEntries<BITS> entries(how.centroids);
   uint16_t norms[TOGETHER];
   float sums[TOGETHER];
-  for (int t = 0; t < TOGETHER; t++, tile += dim) {
-    v16 squares = {};
-    for (int d = 0; d < dim; d += 16, values += 2 * BITS) {
-      u16 words;
-      words_of(word_at<BITS>(values), word_at<BITS>(values + BITS), words);
-      const v16 found = chosen<BITS>(book, words >> shifts);
-      store(tile + d, found);
-      squares = fma(found, found, squares);
-    }
-    sums[t] = sum(squares);
-    std::memcpy(&norms[t], values, sizeof norms[t]);
-    values += sizeof norms[t];
+  for (int t = 0; t < TOGETHER; t++, tile += dim, values += how.bytes) {
+    sums[t] = sum(entries.decode(values, dim, tile));
+    std::memcpy(&norms[t], values + how.bytes - sizeof norms[t], sizeof norms[t]);
   }
   factor = stretch(norms, sums);
 }

@@ -34,7 +34,6 @@ inline void fetch_both(const PlaceOf<T>& at, size_t key_bytes, size_t value_byte
 template <class E>
 struct PlainPages {
   typedef PlaceOf<E> Place;
-  static constexpr bool FACTORS = false;
 
   const E* pool;         // of one layer's keys
   size_t block_elements; // from one block to the next
@@ -50,26 +49,22 @@ struct PlainPages {
     const E* page = pool + block * block_elements + (size_t)head * block_tokens * dim;
     return {page + offset * Num<E>::STEP, page + values_offset + (size_t)offset * dim};
   }
-  // Rows `key_stride` elements apart. `slot` is which subpage of a chunk it is.
-  const E* keys(const Place& at, int /*head*/, int /*slot*/) const { return at.keys; }
-  const E* values(const Place& at, int /*head*/, int /*slot*/) const { return at.values; }
-  int key_stride() const { return block_tokens * Num<E>::STEP; }
+  int key_stride() const { return block_tokens * Num<E>::STEP; }  // in elements
   void fetch(const Place& at) const {
     const size_t bytes = sizeof(E) * SUBPAGE * dim;
     fetch_both(at, bytes, bytes);
   }
 };
 
-// A thread's memory for a chunk of decoded tokens: keys first, then values.
+// A thread's memory for sixteen decoded tokens, keys or values: so few that they stay in the L1 cache.
 struct Decoded {
-  alignas(64) float tile[SUBPAGES][SUBPAGE * DIM_MAX];
-  v16 factor[SUBPAGES];  // by token
+  alignas(64) float tile[SUBPAGE * DIM_MAX];
+  v16 factor;  // by token
 };
 
 // Pages of codes: keys [kv_heads][bytes][block_tokens], values [kv_heads][block_tokens][bytes].
 struct CodedPages {
   typedef PlaceOf<uint8_t> Place;
-  static constexpr bool FACTORS = true;
 
   const BanyanPages* how;
   const uint8_t* pool;  // of the group's blocks
@@ -98,21 +93,19 @@ struct CodedPages {
     return {page + how->keys_at + first * how->keys.bytes + offset,
             page + how->values_at + (first + offset) * how->values.bytes};
   }
-  // Valid until the next with this slot, of keys or of values; so is the slot's factor.
-  const float* keys(const Place& at, int head, int slot) const {
-    decode_keys(how->keys, at.keys, block_tokens, head, dim, decoded->tile[slot], decoded->factor[slot]);
-    return decoded->tile[slot];
+  // Valid until the next, of keys or of values.
+  const Decoded& keys(const Place& at, int head) const {
+    decode_keys(how->keys, at.keys, block_tokens, head, dim, decoded->tile, decoded->factor);
+    return *decoded;
   }
-  const float* values(const Place& at, int head, int slot) const {
-    decode_values(how->values, at.values, head, dim, decoded->tile[slot], decoded->factor[slot]);
-    return decoded->tile[slot];
+  const Decoded& values(const Place& at, int head) const {
+    decode_values(how->values, at.values, head, dim, decoded->tile, decoded->factor);
+    return *decoded;
   }
   int key_stride() const { return SUBPAGE; }
   void fetch(const Place& at) const {
     fetch_both(at, (size_t)SUBPAGE * how->keys.bytes, (size_t)SUBPAGE * how->values.bytes);
   }
-
-  v16& factor(int slot) const { return decoded->factor[slot]; }
 };
 
 }  // namespace banyan

@@ -164,6 +164,18 @@ INLINE v16 max(const v16& a, const v16& b) { return select(a > b, a, b); }
 inline float sum(v16 v) { return _mm512_reduce_add_ps((__m512)v); }
 inline float largest(v16 v) { return _mm512_reduce_max_ps((__m512)v); }
 #else
+#if defined(__AVX2__)  // in the order of the loops below
+INLINE float sum(Floats v) {
+  __m128 x = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+  x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_add_ss(x, _mm_shuffle_ps(x, x, 1)));
+}
+INLINE float largest(Floats v) {
+  __m128 x = _mm_max_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+  x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_max_ss(x, _mm_shuffle_ps(x, x, 1)));
+}
+#else
 INLINE float sum(Floats v) {
   float lanes[LANES];
   std::memcpy(lanes, &v, sizeof v);
@@ -178,6 +190,7 @@ INLINE float largest(Floats v) {
     for (int i = 0; i < width; i++) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
   return lanes[0];
 }
+#endif
 template <class V>
 INLINE float sum(const Two<V>& v) {
   return sum(v.low + v.high);
@@ -203,7 +216,7 @@ INLINE auto ints(const Two<V>& x) -> Two<decltype(ints(x.low))> {
 
 // 2^x, relative error below 2e-7; exactly 0 far below (and for -infinity), so that what is masked
 // adds nothing at all; a NaN stays one. Coefficients: least largest relative error on [-1/2, 1/2].
-inline v16 exp2v(v16 x) {
+INLINE v16 exp2v(v16 x) {
 #if defined(__AVX512F__)
   const __m512 bounded = _mm512_max_ps(_mm512_set1_ps(-200.0f), (__m512)x);
   const __m512 whole = _mm512_roundscale_ps(bounded, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
