@@ -123,12 +123,12 @@ def _config(asked: Asked) -> ReplicaConfig:
 
 
 def _options(policy: str, block_tokens: int) -> EpisodeOptions:
-    from worker.engine.retention.options import Options
-    from worker.episodes.base import NAME, EpisodeOptions
+    from worker.engine.retention.options import EPICACHE, Options
+    from worker.episodes.base import EpisodeOptions
 
     given = Options(policy)
-    if given.name != NAME:
-        raise InvalidRequest(f"The policy of episodes is {NAME}:KEY=VALUE,...")
+    if given.name != EPICACHE:
+        raise InvalidRequest(f"The policy of episodes is {EPICACHE}:KEY=VALUE,...")
     return EpisodeOptions.of(given, block_tokens)
 
 

@@ -14,12 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from seams.errors import InvalidRequest
-from worker.engine.retention.options import Options
+from worker.engine.retention.options import EPICACHE, Options
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 
-NAME = "epicache"
 FORMAT = 1  # of what is kept and how: raised when other tokens would be
 EPISODES_MAX = 64
 UTTERANCES_MAX = 256  # of a segment
@@ -66,7 +65,7 @@ class EpisodeOptions:
     @property
     def state_hash(self) -> str:
         """Equal only for options with which the same tokens are kept."""
-        return f"{NAME}/{FORMAT} {sorted(asdict(self).items())}"
+        return f"{EPICACHE}/{FORMAT} {sorted(asdict(self).items())}"
 
     @property
     def patch_tokens_max(self) -> int:

@@ -10,8 +10,9 @@ from seams.errors import InvalidRequest
 NONE = "none"  # no policy
 RESUME = "resume"  # of any policy: what it leaves of a turn is kept for the next one
 REQUESTS = "requests"  # none but what requests ask for
+EPICACHE = "epicache"  # states made beforehand, which lie in tiers
 SCORED = ("triattention", "snapkv")  # by stored keys
-POLICIES = (NONE, REQUESTS, "streaming", *SCORED, "epicache")
+POLICIES = (NONE, REQUESTS, "streaming", *SCORED, EPICACHE)
 
 TEXT_BYTES_MAX = 256
 COUNT_MAX = 1 << 20

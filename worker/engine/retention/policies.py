@@ -9,7 +9,7 @@ from seams.errors import InvalidRequest, LaunchError
 from worker.calibration.statistics import Statistics
 from worker.engine.retention.base import Quota, RetentionPolicy
 from worker.engine.retention.epicache import EpiCache
-from worker.engine.retention.options import NONE, REQUESTS, RESUME, Options
+from worker.engine.retention.options import EPICACHE, NONE, REQUESTS, RESUME, Options
 from worker.engine.retention.snapkv import SnapKV
 from worker.engine.retention.streaming import Streaming
 from worker.engine.retention.triattention import Centres, TriAttention
@@ -41,7 +41,7 @@ class Policies:
         self._watched = spec.reads_queries
         self._readable = spec.reads_keys and len(spec.groups) == 1
         self._makers: dict[str, Callable[[Options], RetentionPolicy]] = {
-            "epicache": self._epicache,
+            EPICACHE: self._epicache,
             "snapkv": self._snapkv,
             "streaming": self._streaming,
             "triattention": self._triattention,
