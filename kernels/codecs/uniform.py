@@ -38,12 +38,14 @@ class UniformVectors:
         self._table = run_table(torch.arange(1 << bits, device=device).float(), bits)
 
     def encode(self, vectors: torch.Tensor) -> torch.Tensor:
-        """See VectorCodec. A vector that is not finite becomes NaN.
+        """See VectorCodec. A vector that is not finite becomes NaN. Turned in float64, so that what
+        is encoded with it moves no number past the edge of a step.
 
         Where numbers are cut, the code is one that its own vector is encoded to: the two ends are
         rounded to fp16 apart, and the longer of them would be cut again, a little.
         """
-        codes = self._rounded(self.turn(vectors.float()))
+        exact = vectors.double() if self.rotation is not None else vectors.float()
+        codes = self._rounded(_by_head(exact, self.rotation).float())
         for _ in range(SETTLE_STEPS_MAX if self._kept < self.dim - 1 else 0):
             again = self._rounded(self.decode(codes))
             if torch.equal(again, codes):
@@ -54,7 +56,8 @@ class UniformVectors:
     def _rounded(self, turned: torch.Tensor) -> torch.Tensor:
         """Codes of vectors float32 that are turned already."""
         if self._kept < self.dim - 1:
-            limit = turned.abs().sort(-1).values[..., self._kept, None]
+            larger = turned.abs().topk(self.dim - self._kept, -1).values
+            limit = larger[..., -1:]
             turned = turned.clamp(-limit, limit)
         least = turned.amin(-1, keepdim=True).half().float()
         step = (turned.amax(-1, keepdim=True) - least) / ((1 << self.bits) - 1)
@@ -73,8 +76,24 @@ class UniformVectors:
 
     def turn(self, vectors: torch.Tensor) -> torch.Tensor:
         """See VectorCodec."""
-        return vectors if self.rotation is None else vectors.float() @ self.rotation
+        return vectors if self.rotation is None else _by_head(vectors.float(), self.rotation)
 
     def turn_back(self, vectors: torch.Tensor) -> torch.Tensor:
         """See VectorCodec."""
-        return vectors if self.rotation is None else vectors.float() @ self.rotation.transpose(1, 2)
+        if self.rotation is None:
+            return vectors
+        return _by_head(vectors.float(), self.rotation.transpose(1, 2))
+
+
+def _by_head(vectors: torch.Tensor, rotation: torch.Tensor | None) -> torch.Tensor:
+    """[..., H, T, dim] times [H or 1, dim, dim], in the vectors' dtype: one product per head.
+    Left to broadcasting every token would get a copy of the matrices."""
+    if rotation is None:
+        return vectors
+    rotation = rotation.to(vectors.dtype)
+    if len(rotation) == 1:
+        return vectors @ rotation[0]
+    heads, tokens, dim = vectors.shape[-3:]
+    rows = vectors.reshape(-1, heads, tokens, dim).transpose(0, 1).reshape(heads, -1, dim)
+    turned = torch.bmm(rows, rotation).view(heads, -1, tokens, dim)
+    return turned.transpose(0, 1).reshape(vectors.shape)
