@@ -136,12 +136,13 @@ def _along(document: dict[str, Any], figures: Figures) -> Plot:
     """Of the longest context: whether errors grow with what is behind a token."""
     context = max(figures.contexts, default=0)
     start = f"kl along {context}/"
-    lines = [
-        Series(short(name.removeprefix(start)), _points(points))
-        for name, points in document["curves"].items()
-        if name.startswith(start) and name != f"{start}{PLAIN}"
-    ]
-    return Plot("KL by place", f"place in a context of {context:,}", "KL, nats", lines)
+    lines = []
+    for name, points in document["curves"].items():
+        codec = name.removeprefix(start)
+        mean = figures.value(f"{context}/{codec}/kl")
+        if name.startswith(start) and mean:
+            lines.append(Series(short(codec), [(x, y / mean) for x, y in _points(points)]))
+    return Plot("KL by place", f"place in a context of {context:,}", "KL, to its mean", lines)
 
 
 def _retention(figures: Figures) -> Plot:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,12 @@ from tiny_subject import SETTINGS, tiny_subject, word_tokenizer, words_text
 
 from seams.errors import InvalidRequest
 from worker.compression.arithmetic import Shape, plain_token_bytes, token_bytes
-from worker.compression.base import CODECS, PLAIN
+from worker.compression.base import CODECS, PLAIN, Findings
 from worker.compression.needles import Retrieval, make_needles, plant
+from worker.compression.pruned import measure_retention
 from worker.compression.reading import Reader, Tally
 from worker.compression.subject import Subject, check_codecs
-from worker.compression.sweep import size_rows
+from worker.compression.sweep import measure_sweep, size_rows
 from worker.compression.texts import Text, docstrings, text_of_file, texts_on_this_machine
 
 ONE_HEAD = Shape((0,), 1, 128, 2, 16)  # a KV head of 128 in bf16
@@ -64,6 +66,33 @@ def test_layouts_take_what_arithmetic_says(subject: Subject) -> None:
     assert plain == 4 * 2 * 2 * 32 * 2 == by_name["512/fp8/token"].others["bf16"]
     assert by_name["512/fp8/blocks per GiB"].value == 2**30 / (plain / 2 * 16)
     assert by_name["512/fp8/blocks per GiB"].ratio == 2
+
+
+def test_layers_that_slide_are_counted_by_their_windows(subject: Subject) -> None:
+    windows = (0, 33, 0, 33)
+    sliding = replace(subject, config=replace(subject.config, windows=windows))
+    for row in size_rows(sliding, ("fp8", "turboquant:k3v3", "oscar"), 512):
+        if row.name.endswith("/token"):
+            assert row.ratio == pytest.approx(1, rel=1e-12), row.name
+    found = Findings()
+    asked = replace(SETTINGS, contexts_tokens=(192,), documents=(1,), codecs=("fp8",))
+    measure_sweep(sliding, [words_text("a", 1)], asked, found)
+    measure_retention(sliding, [words_text("a", 1)], asked, found)
+    assert any("sliding windows" in said for said in found.left_out)
+    names = [row.name for row in found.report.rows]
+    assert "192/fp8/kl" in names and not any(name.startswith("retention") for name in names)
+
+
+def test_short_texts_leave_out_what_they_cannot_fill(subject: Subject) -> None:
+    short, found = [words_text("short", 3, count=250)], Findings()
+    asked = replace(SETTINGS, contexts_tokens=(192, 384), documents=(1, 1), codecs=("fp8",))
+    measure_sweep(subject, short, asked, found)
+    measure_retention(subject, short, asked, found)
+    names = [row.name for row in found.report.rows]
+    assert "192/fp8/kl" in names and "384/fp8/kl" not in names
+    assert len(found.left_out) == 2 and "384" in found.left_out[0]
+    with pytest.raises(InvalidRequest, match="192 tokens"):
+        measure_sweep(subject, [words_text("shorter", 3, count=90)], asked, Findings())
 
 
 def test_needles_are_words_of_one_token_each_with_its_own_name() -> None:

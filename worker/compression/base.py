@@ -42,7 +42,7 @@ class Settings:
     step_rounds: int = 9  # decode steps of each codec
     batches: tuple[int, ...] = (1, 8)  # sequences in such a step
     retention_tokens: int = 2048  # of each text that is read under policies
-    retention_documents: int = 2
+    retention_documents: int = 1
     prompt_tokens: int = 128
     budget_tokens: int = 256
     interval_tokens: int = 64

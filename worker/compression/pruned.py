@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import torch
 
 from seams.bench import Row
-from seams.errors import InvalidRequest
 from worker.bench_retention import Read, Reader
 from worker.compression.base import KEEP_ALL, PLAIN, Findings, Settings
 from worker.compression.reading import Tally
@@ -83,12 +82,17 @@ def policies_of(settings: Settings) -> list[str]:
 def measure_retention(
     subject: Subject, texts: Sequence[Text], settings: Settings, found: Findings
 ) -> None:
-    """Rows `retention/POLICY/...` and `crossed/CODEC + POLICY/...`. Raises InvalidRequest if no
-    text is long enough, OutOfBlocks."""
+    """Rows `retention/POLICY/...` and `crossed/CODEC + POLICY/...`. Raises OutOfBlocks."""
+    if settings.retention_tokens > subject.config.context_tokens:
+        found.left_out.append("Retention: the model's context is too short for it.")
+        return
     if not subject.prunable:
         found.left_out.append("Retention: a model with sliding windows drops tokens already.")
         return
     chosen = _ids_of(subject, texts, settings)
+    if not chosen:
+        found.left_out.append(f"Retention: no text has {settings.retention_tokens} tokens.")
+        return
     found.read["retention"] = list(chosen)
     long_enough = list(chosen.values())
     names = policies_of(settings)
@@ -112,13 +116,10 @@ def measure_retention(
 
 def _ids_of(subject: Subject, texts: Sequence[Text], settings: Settings) -> dict[str, list[int]]:
     """By name, of the first texts that are long enough."""
-    count = min(settings.retention_tokens, subject.config.context_tokens)
+    count = settings.retention_tokens
     read = {text.name: subject.tokenizer.encode(text.text).ids[:count] for text in texts}
     fitting = [(name, ids) for name, ids in read.items() if len(ids) == count]
-    chosen = dict(fitting[: settings.retention_documents])
-    if not chosen:
-        raise InvalidRequest(f"No text has the {count} tokens that retention is measured over.")
-    return chosen
+    return dict(fitting[: settings.retention_documents])
 
 
 def _read_all(

@@ -33,17 +33,27 @@ GIB = 2**30
 def measure_sweep(
     subject: Subject, texts: Sequence[Text], settings: Settings, found: Findings
 ) -> None:
-    """Rows `CONTEXT/CODEC/...`. Raises InvalidRequest if no context is possible, OutOfBlocks."""
+    """Rows `CONTEXT/CODEC/...`. Raises InvalidRequest if no context is possible or all texts are
+    too short, OutOfBlocks."""
     most = subject.config.context_tokens
-    contexts = [context for context in settings.contexts_tokens if context <= most]
-    if not contexts:
+    asked = zip(settings.contexts_tokens, settings.documents, strict=True)
+    chosen_of = {
+        context: documents_of(subject, texts, settings, context, documents)
+        for context, documents in asked
+        if context <= most
+    }
+    if not chosen_of:
         raise InvalidRequest(f"The model's context of {most} tokens is below all that were asked.")
-    if len(contexts) < len(settings.contexts_tokens):
+    if not any(chosen_of.values()):
+        raise InvalidRequest(f"No text has the {min(chosen_of)} tokens of the shortest context.")
+    if len(chosen_of) < len(settings.contexts_tokens):
         found.left_out.append(f"Contexts above the model's {most} tokens.")
-    names = (PLAIN, *settings.codecs)
-    readers = {name: Reader(subject.model(name), max(contexts), settings.needles) for name in names}
-    for context, documents in zip(contexts, settings.documents, strict=False):
-        chosen = documents_of(subject, texts, settings, context, documents)
+    longest, names = max(chosen_of), (PLAIN, *settings.codecs)
+    readers = {name: Reader(subject.model(name), longest, settings.needles) for name in names}
+    for context, chosen in chosen_of.items():
+        if not chosen:
+            found.left_out.append(f"Quality at {context} tokens: no text is so long.")
+            continue
         found.read[f"codecs at {context}"] = [document.name for document in chosen]
         for row in size_rows(subject, settings.codecs, context):
             found.add(row)
@@ -54,7 +64,7 @@ def documents_of(
     subject: Subject, texts: Sequence[Text], settings: Settings, context: int, most: int
 ) -> list[Document]:
     """Of the first `most` texts that are long enough, each with needles of its own. Raises
-    InvalidRequest if none is."""
+    InvalidRequest if the tokenizer has no words for them."""
     size = subject.told.block_tokens
     tokens = (context - QUESTION_TOKENS) // size * size
     made = []
@@ -62,8 +72,6 @@ def documents_of(
         needles = make_needles(subject.tokenizer, settings.needles, settings.seed + number)
         with suppress(InvalidRequest):  # it is too short
             made.append(plant(text.name, text.text, subject.tokenizer, needles, tokens))
-    if not made:
-        raise InvalidRequest(f"No text is long enough for a context of {context} tokens.")
     return made[:most]
 
 
