@@ -21,11 +21,12 @@ from seams.clock import SystemClock
 from seams.errors import InvalidRequest
 from worker.engine.core import EngineCore
 from worker.engine.derived_state import DerivedState
-from worker.engine.messages import CacheOp, Compacted
+from worker.engine.messages import CacheOp, Compacted, EngineLoad
 from worker.engine.promotion import Promoter
 from worker.engine.retention.base import Quota, RetentionPolicy
 from worker.engine.retention.policies import Policies, policy_of
 from worker.models.fake import fake_model
+from worker.service.convert import heartbeat
 from worker.service.settings import check_retention
 
 Promoter.strict = True
@@ -490,6 +491,13 @@ def test_turns_are_kept_where_there_is_a_tier() -> None:
     with pytest.raises(InvalidRequest) as raised:
         check_retention("streaming:window=9,resume", tiered=False)
     assert "streaming's resume keeps turns in tiers, and there are none" in str(raised.value)
+
+
+def test_heartbeats_say_what_came_of_states() -> None:
+    found = Compacted(objects_kept=3, objects_resumed=2, resumed_tokens=140)
+    load = heartbeat(EngineLoad(compacted=found), EngineLoad(), False, False).load
+    assert load.retention_objects_kept == 3 and load.retention_objects_resumed == 2
+    assert load.retention_resumed_tokens == 140
 
 
 def test_whether_turns_are_kept_is_part_of_the_numeric_class() -> None:
