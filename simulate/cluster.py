@@ -35,7 +35,8 @@ MOVES_MAX = 5
 class Setup:
     """The cluster. Delays in seconds, one way. `deaths` are (when, number of the replica), `joins`
     when one more comes, empty; both counted from the first arrival. `in_flight_max` closes the
-    loop: a request arrives when another has ended, whatever its time says."""
+    loop: a request arrives when another has ended, whatever its time says. Each other replica that
+    is busy makes a step longer by `beside` of it: they share a machine."""
 
     shape: Shape
     replicas: int
@@ -47,6 +48,7 @@ class Setup:
     deaths: tuple[tuple[float, int], ...] = ()
     joins: tuple[float, ...] = ()
     in_flight_max: int | None = None
+    beside: float = 0.0
 
 
 @dataclass(slots=True)
@@ -216,6 +218,8 @@ class Cluster:
         under = self._under.get(replica)
         if under is None:
             self._begin(replica)
+            if self._setup.beside:
+                self._poke_others(replica)
             return
         steps = under.run.steps_by(self.clock.now() - under.began_s)
         if steps < under.steps:
@@ -223,8 +227,14 @@ class Cluster:
             replica.version += 1
             self._at(under.began_s + under.run.until_s(steps), self._step, replica, replica.version)
 
+    def _poke_others(self, replica: Replica) -> None:
+        """It began or ended to slow them down."""
+        for other in [other for other in self._under if other is not replica]:
+            self._poke(other)
+
     def _begin(self, replica: Replica) -> None:
-        run = replica.engine.begin()
+        beside = self._setup.beside
+        run = replica.engine.begin(1.0 + beside * len(self._under))
         if run is None:
             return
         self._under[replica] = _Under(run, self.clock.now(), run.steps)
@@ -234,8 +244,16 @@ class Cluster:
     def _step(self, replica: Replica, version: int) -> None:
         if version != replica.version or not replica.alive:
             return
+        self._settle(replica, self._under[replica].steps)
+        self._send(replica)
+        self._begin(replica)
+        if self._setup.beside and replica not in self._under:
+            self._poke_others(replica)
+
+    def _settle(self, replica: Replica, steps: int) -> None:
+        """So many of the steps under way are done: what they made visible is on its way."""
         under = self._under.pop(replica)
-        result = replica.engine.finish(under.steps)
+        result = replica.engine.finish(steps)
         replica.note_busy(under.began_s, self.clock.now(), self._setup.window_s)
         live, hop_s, name = self._live[replica.name], self._setup.hop_s, replica.name
         for request in result.first_tokens:
@@ -243,8 +261,6 @@ class Cluster:
         for ended in result.ended:
             self._in(hop_s, self._over, live[ended.request.number], ended, name)
         replica.log(result)
-        self._send(replica)
-        self._begin(replica)
 
     def _send(self, replica: Replica) -> None:
         for router in range(len(self.policies)):
@@ -293,7 +309,13 @@ class Cluster:
             return
         replica.alive = False
         self.dead.append(replica)
-        self._under.pop(replica, None)
+        under = self._under.get(replica)
+        if under is not None:  # tokens of whole steps have left it; the step under way is lost
+            done = min(under.steps, under.run.steps_done(self.clock.now() - under.began_s))
+            if done:
+                self._settle(replica, done)
+            else:
+                del self._under[replica]
         for record in self._live[replica.name].values():
             flight = replica.engine.flights.get(str(record.request.number))
             if flight is not None:

@@ -144,9 +144,10 @@ class SimEngine:
 
     # --- steps -------------------------------------------------------------------------------
 
-    def begin(self) -> Run | None:
-        """Plan, and say how long the coming steps take; None if there is nothing to compute. What
-        was found to be impossible ends with the next `finish`."""
+    def begin(self, stretch: float = 1.0) -> Run | None:
+        """Plan, and say how long the coming steps take, `stretch` times what they would alone; None
+        if there is nothing to compute. What was found to be impossible ends with the next
+        `finish`."""
         assert self._scheduled is None
         self._take_in()
         loaded = self.host.loaded_tokens if self.host else 0
@@ -159,15 +160,16 @@ class SimEngine:
             return Run(0.0) if self._refused or self._stuck else None
         self._scheduled = scheduled
         loaded = self.host.loaded_tokens - loaded if self.host else 0
-        self._run = self._timed(scheduled, loaded * self.shape.host_s_per_token)
+        self._run = self._timed(scheduled, loaded * self.shape.host_s_per_token, stretch)
         return self._run
 
-    def _timed(self, scheduled: Scheduled, load_s: float) -> Run:
+    def _timed(self, scheduled: Scheduled, load_s: float, stretch: float) -> Run:
         shape, grain = self.shape, self.shape.grain
         self._rows = rows = Rows.of(scheduled.rows, self.flights)
         steps = 1 if load_s else alike(rows, self.memory, grain)
         run, computed = timed(rows, steps, shape.times, grain.cell_tokens)
-        run = replace(run, first_s=run.first_s + load_s)
+        first_s, growth_s = stretch * (run.first_s + load_s), stretch * run.growth_s
+        run = replace(run, first_s=first_s, growth_s=growth_s)
         self.times.record(run.total_s / steps, len(rows.decoding), computed // steps)
         return run
 

@@ -4,7 +4,9 @@ A run (banyan/recording.py) is a JSON object: "replicas", "blocks" of one of the
 and "requests", each with "at_s", "token_ids", "output_tokens", "replica", "cached_tokens",
 "ttft_s", "total_s" and "alone": sent when nothing else ran. From those whose replica had nothing
 else to do, and from how long all took to decode beside what it did, linear equations give the
-constants (least squares, none negative). The simulation is then held against those not alone.
+constants (least squares, none negative). Replicas that share a machine slow each other down: by how
+much is tried out, and what leaves the least is kept. The simulation is then held against those not
+alone.
 """
 
 from __future__ import annotations
@@ -32,6 +34,9 @@ Floats = npt.NDArray[np.float64]
 
 LEAST_REQUESTS = 8
 RUNS = 5  # seeds of the simulation
+ROUNDS = 8  # of weighing equations anew
+LEAST_S = 1e-4
+BESIDE = tuple(step / 20 for step in range(41))  # what a busy neighbour adds to a step, tried out
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,7 @@ class Fitted:
 
     times: StepTime
     overhead_s: float
+    beside: float  # added to each step, as a share of it, by each other replica that is busy
     figures: dict[str, tuple[float, float, str]]
     requests: int
 
@@ -92,6 +98,7 @@ class Fitted:
         for name in ("step_s", "sequence_s", "context_s", "prompt_s", "pair_s"):
             yield Row(f"fit_{name}", getattr(self.times, name), "s", self.requests)
         yield Row("fit_overhead_s", self.overhead_s, "s", self.requests)
+        yield Row("fit_beside", self.beside, "of a step", self.requests)
         for name, (simulated, real, unit) in self.figures.items():
             yield Row(f"simulated_{name}", simulated, unit, self.requests, "real", real)
 
@@ -135,7 +142,7 @@ def _sample(written: dict[str, Any]) -> Sample:
 
 def fit(run: RealRun) -> Fitted:
     """Constants, and the simulation of the same requests at the same times with them."""
-    times, overhead_s = constants(run)
+    times, overhead_s, beside = constants(run)
     grain = Grain(run.block_tokens, 1)
     ordered = sorted(run.samples, key=lambda sample: sample.at_s)
     requests = tuple(
@@ -144,7 +151,7 @@ def fit(run: RealRun) -> Fitted:
     )
     workload = Workload(grain, requests, max(s.output_tokens for s in ordered))
     shape = Shape(run.blocks, grain, times, step_tokens_max=EngineConfig.step_tokens_max)
-    setup = Setup(shape, run.replicas, hop_s=overhead_s / 2)
+    setup = Setup(shape, run.replicas, hop_s=overhead_s / 2, beside=beside)
     loaded = {i for i, sample in enumerate(ordered) if not sample.alone}
     records = [
         record
@@ -153,13 +160,13 @@ def fit(run: RealRun) -> Fitted:
         if record.request.number in loaded
     ]
     real = [ordered[i] for i in sorted(loaded)]
-    return Fitted(times, overhead_s, _beside(records, real), len(real))
+    return Fitted(times, overhead_s, beside, _against(records, real), len(real))
 
 
-Beside = dict[str, tuple[float, float, str]]
+Against = dict[str, tuple[float, float, str]]
 
 
-def _beside(records: Sequence[Record], real: Sequence[Sample]) -> Beside:
+def _against(records: Sequence[Record], real: Sequence[Sample]) -> Against:
     prompts = sum(len(s.token_ids) for s in real)
     simulated = sum(r.request.prompt_tokens for r in records)
     return {
@@ -173,36 +180,78 @@ def _beside(records: Sequence[Record], real: Sequence[Sample]) -> Beside:
     }
 
 
-def constants(run: RealRun) -> tuple[StepTime, float]:
-    """(step times, what the wire and the router add to a first token)."""
-    equations: list[Equation] = []
+def constants(run: RealRun) -> tuple[StepTime, float, float]:
+    """(step times, what the wire and the router add to a first token, what each other replica that
+    is busy adds to a step, as a share of it)."""
     by_replica: dict[str, list[Sample]] = {}
     for sample in run.samples:
         by_replica.setdefault(sample.replica, []).append(sample)
-    for samples in by_replica.values():
-        equations += [_first_token(s) for s in samples if _undisturbed(s, samples)]
-        equations += [_decode(s, samples) for s in samples if s.output_tokens > 1]
-    matrix = np.array([row for row, _ in equations])
-    wanted = np.array([seconds for _, seconds in equations])
-    weights = 1.0 / np.maximum(wanted, 1e-4)  # a share of each, not a second of any
-    found = nonnegative(matrix * weights[:, None], wanted * weights)
-    overhead, step, sequence, context, prompt, pair = found.tolist()
-    times = StepTime(max(step, 1e-6), sequence, context, prompt, pair)
-    return times, overhead
+    equations: list[Equation] = []
+    for name, samples in by_replica.items():
+        others = [_busy(there) for other, there in by_replica.items() if other != name]
+        equations += [_first_token(s, others) for s in samples if _undisturbed(s, samples)]
+        equations += [_decode(s, samples, others) for s in samples if s.output_tokens > 1]
+    tried = [(_solved(equations, beside), beside) for beside in BESIDE]
+    (_, found), beside = min(tried, key=lambda pair: pair[0][0])
+    overhead, step, sequence, context, prompt, pair = found
+    return StepTime(max(step, 1e-6), sequence, context, prompt, pair), overhead, beside
 
 
-Equation = tuple[list[float], float]
-"""Coefficients of (overhead, step, sequence, context, prompt, pair), and the seconds they give."""
+Equation = tuple[list[float], float, float]
+"""Coefficients of (overhead, step, sequence, context, prompt, pair), the seconds they give, and how
+many other replicas were busy meanwhile, on average."""
 
 
-def _first_token(sample: Sample) -> Equation:
+def _solved(equations: Sequence[Equation], beside: float) -> tuple[float, list[float]]:
+    """(what is left, the six) if steps last longer by `beside` for each other busy replica.
+
+    Each equation weighs as a share of what it predicts: of what was measured, slow requests would
+    weigh less for being slow, and the constants come out too fast for the mean. What is left are
+    squares of logarithms, to which twice and half are alike.
+    """
+    matrix = np.array([row for row, _, _ in equations])
+    matrix[:, 1:] *= 1.0 + beside * np.array([[busy] for _, _, busy in equations])
+    wanted = np.maximum(np.array([seconds for _, seconds, _ in equations]), LEAST_S)
+    predicted = wanted
+    for _ in range(ROUNDS):
+        weights = 1.0 / predicted
+        found = nonnegative(matrix * weights[:, None], wanted * weights)
+        predicted = np.maximum(matrix @ found, LEAST_S)
+    return float((np.log(predicted / wanted) ** 2).sum()), found.tolist()
+
+
+Spans = list[tuple[float, float]]
+
+
+def _busy(samples: Sequence[Sample]) -> Spans:
+    """When a replica had anything to do: spans that do not overlap."""
+    spans: Spans = []
+    for sample in sorted(samples, key=lambda s: s.at_s):
+        if spans and sample.at_s <= spans[-1][1]:
+            spans[-1] = spans[-1][0], max(spans[-1][1], sample.last_s)
+        else:
+            spans.append((sample.at_s, sample.last_s))
+    return spans
+
+
+def _busy_beside(began_s: float, ended_s: float, others: Sequence[Spans]) -> float:
+    """How many of the others were busy between two moments, on average."""
+    shared = (
+        max(0.0, min(ended_s, end) - max(began_s, begin))
+        for spans in others
+        for begin, end in spans
+    )
+    return sum(shared) / max(ended_s - began_s, 1e-9)
+
+
+def _first_token(sample: Sample, others: Sequence[Spans]) -> Equation:
     steps = -(-sample.computed // EngineConfig.step_tokens_max)
-    return [1.0, float(steps), 0.0, 0.0, float(sample.computed), sample.pairs], sample.ttft_s
+    row = [1.0, float(steps), 0.0, 0.0, float(sample.computed), sample.pairs]
+    return row, sample.ttft_s, _busy_beside(sample.at_s, sample.first_s, others)
 
 
 def _undisturbed(sample: Sample, there: Sequence[Sample]) -> bool:
-    """Whether its replica had nothing else to do until its first token. Of the load, too: replicas
-    that share a machine slow each other down, which a prompt that is all alone does not show."""
+    """Whether its replica had nothing else to do until its first token."""
     return not any(
         other.at_s < sample.first_s and sample.at_s < other.last_s
         for other in there
@@ -210,7 +259,7 @@ def _undisturbed(sample: Sample, there: Sequence[Sample]) -> bool:
     )
 
 
-def _decode(sample: Sample, there: Sequence[Sample]) -> Equation:
+def _decode(sample: Sample, there: Sequence[Sample], others: Sequence[Spans]) -> Equation:
     """Its steps from the first token to the last, beside the sequences that decoded with it and
     the prompts that were computed meanwhile."""
     steps, span_s = sample.output_tokens - 1, sample.last_s - sample.first_s
@@ -225,7 +274,8 @@ def _decode(sample: Sample, there: Sequence[Sample]) -> Equation:
         share = _overlap_s(sample, other.at_s, other.first_s) / computing_s
         prompt += share * other.computed
         pairs += share * other.pairs
-    return [0.0, float(steps), steps * sequences, steps * context, prompt, pairs], span_s
+    row = [0.0, float(steps), steps * sequences, steps * context, prompt, pairs]
+    return row, span_s, _busy_beside(sample.first_s, sample.last_s, others)
 
 
 def _overlap_s(sample: Sample, began_s: float, ended_s: float) -> float:

@@ -146,6 +146,7 @@ class Outcome:
             "itl_mean": (mean(itl), "s"),
             "itl_p99": (percentile(itl, 0.99), "s"),
             "cached_share": (cached / prompt, "of prompt tokens"),
+            "device_share": (max(0, cached - self.host_tokens) / prompt, "of prompt tokens"),
             "host_share": (self.host_tokens / prompt, "of prompt tokens"),
             "imbalance": (self.imbalance(), "max / mean"),
             "imbalance_window": (self.window_imbalance(), "max / mean"),

@@ -8,10 +8,10 @@ from seams.bench import Row
 from simulate.experiment import Summary
 from simulate.policies.registry import OURS
 
-HIGHER_IS_BETTER = {"goodput", "kept_share", "cached_share", "host_share"}
+HIGHER_IS_BETTER = {"goodput", "kept_share", "cached_share", "device_share", "host_share"}
 HEADLINE = ("goodput", "ttft_mean", "ttft_p99", "cached_share", "imbalance", "imbalance_window")
-MORE = ("e2e_mean", "e2e_p99", "itl_mean", "itl_p99", "host_share", "blocks_used", "preemptions",
-        "moved", "failed")  # fmt: skip
+MORE = ("e2e_mean", "e2e_p99", "itl_mean", "itl_p99", "device_share", "host_share", "blocks_used",
+        "preemptions", "moved", "failed")  # fmt: skip
 
 
 def rows_of(summaries: Sequence[Summary], *, more: bool = False) -> Iterator[Row]:

@@ -68,3 +68,8 @@ class Run:
         while count < self.steps and self.until_s(count) < elapsed_s - 1e-12:
             count += 1
         return count
+
+    def steps_done(self, elapsed_s: float) -> int:
+        """How many of them are whole by then; none, perhaps."""
+        steps = self.steps_by(elapsed_s)
+        return steps if self.until_s(steps) <= elapsed_s else steps - 1

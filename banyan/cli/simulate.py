@@ -17,6 +17,9 @@ from simulate.cluster import Setup
 from simulate.engine import Shape
 from simulate.experiment import Case, Figures, Runner, Summary, summarise
 from simulate.fit import Fitted, fit, read_run
+from simulate.grid import CAPACITIES, Fleet
+from simulate.grid import cases as grid_cases
+from simulate.grid import rows as grid_rows
 from simulate.ideal import ideal_share
 from simulate.outcome import Slo
 from simulate.plot import write_page
@@ -47,6 +50,7 @@ class Asked:
     kill: tuple[str, ...] = ()
     join: tuple[float, ...] = ()
     what_if: bool = False
+    grid: bool = False
     run: str = ""
     slo: Slo = field(default_factory=Slo)
     jobs: int = 1
@@ -60,6 +64,8 @@ def run(asked: Asked) -> None:
     report = Report()
     if asked.run:
         _compare(asked, report)
+    elif asked.grid:
+        _grid(asked, report)
     else:
         _experiment(asked, report)
     report.show(Path(asked.json_file) if asked.json_file else None)
@@ -79,16 +85,9 @@ def _experiment(asked: Asked, report: Report) -> None:
     runner = Runner(workload, asked.slo, asked.jobs)
     rates = _rates(asked, runner, setup, report)
     cases = _cases(asked, setup, rates)
-    results: list[tuple[Case, Figures]] = []
-
-    def done(case: Case, figures: Figures) -> None:
-        results.append((case, figures))
-        _say(case, figures, len(results), len(cases))
-
-    runner.run(cases, done)
+    summaries = _all(runner, cases)
     blocks = setup.replicas * setup.shape.blocks
     report.add(Row("ideal_share", ideal_share(workload, blocks), "of prompt tokens", 1))
-    summaries = summarise(results)
     plain = [summary for summary in summaries if "+" not in summary.policy]
     for row in rows_of(plain, more=asked.more):
         report.add(row)
@@ -97,6 +96,40 @@ def _experiment(asked: Asked, report: Report) -> None:
     report.add(Row("simulated", time.monotonic() - began_s, "s", len(cases)))
     if asked.page:
         write_page(Path(asked.page), summaries, report.as_json())
+
+
+def _grid(asked: Asked, report: Report) -> None:
+    """Capacities, routers and loads crossed: where our policy is first, and by how much."""
+    if asked.loads or asked.rate or asked.saturation or asked.what_if or asked.page:
+        raise InvalidRequest("The grid sets capacity, routers and loads itself, and has no page.")
+    began_s = time.monotonic()
+    workload, fleets = _workload(asked), {}
+    runner = Runner(workload, asked.slo, asked.jobs)
+    for capacity in CAPACITIES:
+        setup = _setup(replace(asked, capacity=capacity, routers=1), workload)
+        ideal = ideal_share(workload, setup.replicas * setup.shape.blocks)
+        fleets[capacity] = fleet = Fleet(setup, runner.saturation(setup), ideal)
+        of = f"c{100 * capacity:.0f}"
+        report.add(Row(f"ideal_share_{of}", ideal, "of prompt tokens", 1))
+        report.add(Row(f"saturation_{of}", fleet.saturation, "requests/s", 1))
+    names = _names(asked)
+    names = list(POLICIES) if names == [OURS] else list(dict.fromkeys([OURS, *names]))
+    cases = grid_cases(fleets, names, asked.seeds)
+    for row in grid_rows(fleets, _all(runner, cases)):
+        report.add(row)
+    report.add(Row("simulated", time.monotonic() - began_s, "s", len(cases)))
+
+
+def _all(runner: Runner, cases: Sequence[Case]) -> list[Summary]:
+    """Run every case, telling of each."""
+    results: list[tuple[Case, Figures]] = []
+
+    def done(case: Case, figures: Figures) -> None:
+        results.append((case, figures))
+        _say(case, figures, len(results), len(cases))
+
+    runner.run(cases, done)
+    return summarise(results)
 
 
 def _say(case: Case, figures: Figures, number: int, of: int) -> None:

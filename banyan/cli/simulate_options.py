@@ -32,6 +32,9 @@ def simulate(
     what_if: Annotated[
         bool, typer.Option("--what-if", help="Also one more replica, and twice the host tier.")
     ] = False,
+    grid: Annotated[
+        bool, typer.Option("--grid", help="Capacities, routers and loads crossed; says who wins.")
+    ] = False,
     slo_ttft: Annotated[float, typer.Option(help="Goodput: seconds to the first token.")] = 5.0,
     slo_itl: Annotated[float, typer.Option(help="Goodput: mean seconds between tokens.")] = 0.05,
     fit: Annotated[str, typer.Option(help="Take constants from a recorded run; compare.")] = "",
@@ -60,7 +63,7 @@ def simulate(
         trace=trace, requests=requests, replicas=replicas, routers=routers, policies=policies,
         loads=tuple(load or ()), rate=rate, saturation=saturation, seeds=seeds, capacity=capacity,
         host=host, wrong_prefill=wrong_prefill, wrong_step=wrong_step, kill=tuple(kill or ()),
-        join=tuple(join or ()), what_if=what_if, run=fit, slo=Slo(slo_ttft, slo_itl),
+        join=tuple(join or ()), what_if=what_if, grid=grid, run=fit, slo=Slo(slo_ttft, slo_itl),
         jobs=jobs, json_file=json_file, page=plot, more=more,
     )  # fmt: skip
     command.run(asked)

@@ -67,6 +67,31 @@ def test_a_replica_that_dies_loses_no_request() -> None:
     assert {r.replica for r in late} == {"replica-2", "replica-3"}
 
 
+def test_tokens_that_left_before_a_death_are_not_computed_again() -> None:
+    """A run of many steps is under way when it dies: those that are whole have been sent."""
+    request = one_request(0, range(8), output_tokens=400)
+    workload = Workload(GRAIN, (request,), 500)
+    (plain,) = run("cost", small_setup(1), workload).records
+    for died_s in (0.6, 0.75, 0.9, 1.05, 1.2):
+        setup = small_setup(1, deaths=((died_s, 0),), joins=(died_s,))
+        (moved,) = run("cost", setup, workload).records
+        assert moved.left == ["replica-0"] and 0 < moved.produced < 400
+        assert 0 < moved.e2e_s - plain.e2e_s < 0.06, "a step, and its tokens as one prompt"
+
+
+def test_a_busy_neighbour_makes_steps_longer() -> None:
+    requests = (one_request(0, range(8), output_tokens=90), one_request(1, range(50, 58)))
+    workload = Workload(GRAIN, requests, 100)
+    ends = [
+        sorted(r.e2e_s for r in run("least_loaded", small_setup(2, beside=b), workload).records)
+        for b in (0.0, 1.0)
+    ]
+    (short, long), (short_slow, long_slow) = ends
+    hops_s = 2 * small_setup().hop_s
+    assert short_slow - hops_s == pytest.approx(2 * (short - hops_s), rel=0.15)
+    assert long_slow - long == pytest.approx(short - hops_s, rel=0.3), "alone it is as fast as ever"
+
+
 def test_without_any_replica_requests_fail_after_a_while() -> None:
     setup = small_setup(1, deaths=((0.0, 0),))
     outcome = run("round_robin", setup, small_chats().first(3))

@@ -81,7 +81,7 @@ def test_a_trace_is_read_to_the_token(tmp_path: Path) -> None:
         Grain(512, 100)
 
 
-def recorded(times: StepTime, overhead_s: float) -> dict[str, object]:
+def recorded(times: StepTime, overhead_s: float, beside: float = 0.0) -> dict[str, object]:
     """A run as a cluster with these times would record it."""
     grain = Grain(16, 1)
     load = chats(
@@ -97,7 +97,7 @@ def recorded(times: StepTime, overhead_s: float) -> dict[str, object]:
     ]
     workload = Workload(grain, (*alone, *later), 80)
     shape = Shape(3000, grain, times, step_tokens_max=512)
-    setup = Setup(shape, 2, hop_s=overhead_s / 2)
+    setup = Setup(shape, 2, hop_s=overhead_s / 2, beside=beside)
     outcome = simulate(setup, workload, policy_of("cost"), 1)
     requests = [
         {
@@ -110,10 +110,14 @@ def recorded(times: StepTime, overhead_s: float) -> dict[str, object]:
     return {"replicas": 2, "blocks": 3000, "block_tokens": 16, "requests": requests}
 
 
-def test_constants_are_found_again_and_the_simulation_meets_its_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", [0.0, 0.8])
+def test_constants_are_found_again_and_the_simulation_meets_its_run(
+    tmp_path: Path, beside: float
+) -> None:
     times, path = StepTime(0.012, 0.002, 2e-6, 9e-4, 2e-8), tmp_path / "run.json"
-    path.write_text(json.dumps(recorded(times, 0.004)))
-    found, _ = constants(read_run(path))
+    path.write_text(json.dumps(recorded(times, 0.004, beside)))
+    found, _, slower = constants(read_run(path))
+    assert slower == pytest.approx(beside, abs=0.2)
     assert found.prompt_s == pytest.approx(times.prompt_s, rel=0.1)
     assert found.decode_s(4, 2000) == pytest.approx(times.decode_s(4, 2000), rel=0.15)
     for name, (simulated, real, _) in fit(read_run(path)).figures.items():

@@ -61,7 +61,9 @@ def test_a_run_is_the_sum_of_its_steps(growth: float) -> None:
         total += 0.01 + growth * (steps - 1)
         assert run.until_s(steps) == pytest.approx(total)
         assert run.steps_by((begun + total) / 2) == steps
+        assert run.steps_done((begun + total) / 2) == steps - 1
         assert run.steps_by(total) == steps
+    assert run.steps_done(total + 1) == 40
     assert run.steps_by(total + 1) == 40 and run.steps_by(0.0) == 1
 
 
