@@ -163,7 +163,7 @@ def _coded() -> list[Variant]:
         _codes("d128-bf16", _PLAIN, "bf16", False, turbo(128, 4), turbo(128, 4)),
         _codes("k3v2-d64-window-fp16", _EXOTIC, "fp16", True, turbo(64, 3), turbo(64, 2)),
         _codes("k8-d128-fp16", _PLAIN, "fp16", False, Fp8Vectors(128), UniformVectors(128, 2)),
-        _codes("oscar-d128-bf16", _PLAIN, "bf16", False, *[UniformVectors(128, 2)] * 2),
+        _codes("d128-bf16-oscar", _PLAIN, "bf16", False, *[UniformVectors(128, 2)] * 2),
     ]
 
 
