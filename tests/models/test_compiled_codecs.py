@@ -31,6 +31,7 @@ from test_compiled_exact import (
     chunked,
     share_a_root,
 )
+from test_triattention_pages import streams
 
 from kernels.codecs.base import KVCodec
 from kernels.codecs.choose import make_codec
@@ -357,6 +358,23 @@ def compare_ways(name: str, count: int, only: tuple[str, ...], small_pool: int) 
     for way, run in every_way(ways, requests, small_pool).items():
         if not only or way in only:
             print(name, check(way, run(), right))
+
+
+@pytest.mark.parametrize("select", ["union", "head"])
+def test_pruned_streams_over_codes_are_exact(select: str) -> None:
+    """Alone, together and after preemption, their token slots moved as codes."""
+    config = config_of("untied")
+
+    def make() -> CompiledModel:
+        return coded("turboquant:k4v4", config, random_weights(config, torch.bfloat16))
+
+    policy = f"triattention:budget=24,interval=16,window=8,select={select}"
+    together, alone = streams(make, policy), streams(make, policy, running_max=1)
+    pressed = streams(make, policy, credit=13, running_max=2)
+    assert pressed.pop("preemptions")[0][0] > 5
+    assert together.pop("preemptions") == alone.pop("preemptions")
+    assert together == alone == pressed
+    assert together["r0"] != streams(make, "none")["r0"], "nothing was pruned that mattered"
 
 
 # ---- what a model says and does -----------------------------------------------------------------
