@@ -152,36 +152,69 @@ inline v16 key_words(const float* centroids, const uint8_t* keys, int stride, in
 }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-// Two numbers of each token at once.
+// Two numbers of each token at once: the first in the lower eight bytes of each half, then the second.
+struct KeyPairs {
+  const ByteBook book;
+  float* tile;
+  v16 squares = {}, odd = {};
+
+  // A byte of sixteen tokens, in both places.
+  static INLINE __m256i bytes_at(const uint8_t* keys) {
+    const __m256i order = _mm256_setr_epi8(0, 1, 2, 3, 8, 9, 10, 11, 0, 1, 2, 3, 8, 9, 10, 11,  //
+                                           4, 5, 6, 7, 12, 13, 14, 15, 4, 5, 6, 7, 12, 13, 14, 15);
+    return _mm256_shuffle_epi8(twice(keys), order);
+  }
+  // Shifted right, by a count for the first number and one for the second, and masked likewise.
+  static INLINE __m256i part(__m256i bytes, int one, int two, int one_mask, int two_mask) {
+    const int64_t ones = 0x0101010101010101;
+    const __m256i masks = _mm256_setr_epi64x(ones * one_mask, ones * two_mask, ones * one_mask, ones * two_mask);
+    return _mm256_and_si256(_mm256_srlv_epi64(bytes, _mm256_setr_epi64x(one, two, one, two)), masks);
+  }
+  static INLINE __m256i left(__m256i bytes, int count, int one_mask, int two_mask) {
+    return part(_mm256_slli_epi64(bytes, count), 0, 0, one_mask, two_mask);
+  }
+  INLINE void put(__m256i indices) {
+    v16 one, two;
+    book.look_up(indices, one, two);
+    store(tile, one);
+    store(tile + TOGETHER, two);
+    squares = fma(one, one, squares);
+    odd = fma(two, two, odd);
+    tile += 2 * TOGETHER;
+  }
+};
+
 template <int BITS>
 inline v16 key_bytes(const float* centroids, const uint8_t* keys, int stride, int dim, float* tile) {
-  const ByteBook book(centroids);
-  const __m256i order = _mm256_setr_epi8(0, 1, 2, 3, 8, 9, 10, 11, 0, 1, 2, 3, 8, 9, 10, 11,  //
-                                         4, 5, 6, 7, 12, 13, 14, 15, 4, 5, 6, 7, 12, 13, 14, 15);
-  const __m256i mask = _mm256_set1_epi8((1 << BITS) - 1);
-  v16 squares = {}, odd = {};
-  for (int d = 0; d < dim; keys += stride) {
-    const __m256i bytes = _mm256_shuffle_epi8(twice(keys), order);
-    for (int i = 0; i < 8; i += 2 * BITS, d += 2, tile += 2 * TOGETHER) {
-      const __m256i counts = _mm256_setr_epi64x(i, i + BITS, i, i + BITS);
-      v16 one, two;
-      book.look_up(_mm256_and_si256(_mm256_srlv_epi64(bytes, counts), mask), one, two);
-      store(tile, one);
-      store(tile + TOGETHER, two);
-      squares = fma(one, one, squares);
-      odd = fma(two, two, odd);
+  KeyPairs pairs{ByteBook(centroids), tile};
+  if constexpr (BITS == 3) {
+    for (int d = 0; d < dim; d += 8, keys += 3 * (size_t)stride) {
+      const __m256i a = pairs.bytes_at(keys), b = pairs.bytes_at(keys + stride);
+      const __m256i c = pairs.bytes_at(keys + 2 * (size_t)stride);
+      pairs.put(pairs.part(a, 0, 3, 7, 7));
+      const __m256i whole = _mm256_or_si256(pairs.part(a, 6, 0, 3, 0), pairs.part(b, 0, 1, 0, 7));
+      pairs.put(_mm256_or_si256(whole, pairs.left(b, 2, 4, 0)));
+      pairs.put(_mm256_or_si256(pairs.part(b, 4, 7, 7, 1), pairs.left(c, 1, 0, 6)));
+      pairs.put(pairs.part(c, 2, 5, 7, 7));
+    }
+  } else {
+    constexpr int MASK = (1 << BITS) - 1;
+    for (int d = 0; d < dim; d += 8 / BITS, keys += stride) {
+      const __m256i bytes = pairs.bytes_at(keys);
+      for (int i = 0; i < 8; i += 2 * BITS) pairs.put(pairs.part(bytes, i, i + BITS, MASK, MASK));
     }
   }
-  return squares + odd;
+  return pairs.squares + pairs.odd;
 }
 #endif
 
 template <int BITS>
 inline v16 key_entries(const float* centroids, const uint8_t* keys, int stride, int dim, float* tile) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
-  if constexpr (BITS != 3) return key_bytes<BITS>(centroids, keys, stride, dim, tile);
-#endif
+  return key_bytes<BITS>(centroids, keys, stride, dim, tile);
+#else
   return key_words<BITS>(centroids, keys, stride, dim, tile);
+#endif
 }
 
 // --- values: a token's bytes -> row [dim]; returns the sums of squares, in parts --------------------
