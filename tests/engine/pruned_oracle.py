@@ -162,7 +162,7 @@ class PrunedRig(Rig):
             np.frombuffer(self.model.read_block(group, block, rank), np.uint8).reshape(BLOCK, -1)
             for rank in ranks
         ]
-        return np.concatenate(parts, axis=1).tobytes()
+        return (np.concatenate(parts, axis=1) ^ np.uint8(self.model._mask)).tobytes()
 
     def _check_node(self, node: Node) -> None:
         tokens = path_tokens(node)
