@@ -15,7 +15,9 @@ from typing import NamedTuple
 from banyan.v1 import common_pb2, internal_pb2
 
 HEAD_SHARE = 0.5  # of its replica's time, for the first in line: others and decoding have the rest
+BACKLOG_SHARE = 0.5  # of the way from what would come first, if nobody came later, to all there is
 USUAL_WEIGHT = 0.1  # of the newest prompt
+USUAL_SHARE_MIN = 0.05
 LINE_MAX = 64  # prompts in line that are looked at one by one
 
 
@@ -23,7 +25,16 @@ class Line(NamedTuple):
     """The prompts in line on a replica as one more finds them."""
 
     before_s: float  # of prefill that comes before its own
-    longer: int  # prompts that it would pass
+    passed: int  # prompts that come after its own though they were there first
+    prompts: int  # in line
+
+
+class _Prompts(NamedTuple):
+    """Prompts in line that are taken for equals."""
+
+    left: float  # tokens of each that are to be computed
+    whole: float  # tokens of each
+    number: int
 
 
 @dataclass
@@ -78,11 +89,13 @@ class Workload:
 
     def end_prefill(self, booking: Booking, now_s: float) -> None:
         """Its first token is out, or it ended before. Safe to repeat."""
+        head = next(iter(self.prefilling), None)
         if self.prefilling.pop(booking.request_id, None) is not None:
             self.prefill_tokens -= booking.prefill_tokens
             self.prompt_tokens -= booking.prompt_tokens
             self.decoding += booking.choices
-            self.head_started_s = now_s
+            if head == booking.request_id:  # who only passed it leaves its start alone
+                self.head_started_s = now_s
 
     def remove(self, booking: Booking, now_s: float) -> None:
         """The request ended."""
@@ -104,30 +117,53 @@ class Workload:
         self.reported = load
         self.reports += 1
 
-    def line(self, tokens: int, seconds_per_token: float, now_s: float) -> Line:
-        """What a prompt that has `tokens` to compute finds. Looks at LINE_MAX prompts in line and
-        takes those behind them for as long as their mean.
+    @property
+    def batch(self) -> int:
+        """Sequences there, of all routers."""
+        return self.sequences + self.foreign_sequences
 
-        The scheduler gives the oldest prompt half of each step and the other half to shorter ones:
-        of a longer one, about as much comes before the new one as that is long itself.
+    def line(self, prompt: int, tokens: int, seconds_per_token: float, now_s: float) -> Line:
+        """What a prompt of `prompt` tokens finds that has `tokens` of them to compute.
+
+        The scheduler gives the oldest prompt half of each step while others are shorter, as a
+        whole, than what that one has left; they have the other half, in the order they came. So a
+        shorter one waits for those shorter ones and for as much of the oldest; a longer one waits
+        for all in line. But who comes later passes too, and how much is done is a guess: the answer
+        is drawn towards the whole backlog.
         """
-        before, longer = 0.0, 0
         done = HEAD_SHARE * max(0.0, now_s - self.head_started_s) / seconds_per_token
-        seen_tokens = 0
-        for booking in islice(self.prefilling.values(), LINE_MAX):  # the first is under way
-            seen_tokens += booking.prefill_tokens
-            left, done = max(0.0, booking.prefill_tokens - done), 0.0
-            before += min(left, tokens)
-            longer += left > tokens
-        if (behind := len(self.prefilling) - LINE_MAX) > 0:
-            left = (self.prefill_tokens - seen_tokens) / behind
-            before += behind * min(left, tokens)
-            longer += behind if left > tokens else 0
+        line = self._line(done)
+        if not line:
+            return Line(0.0, 0, 0)
+        head, others = line[0].left, line[1:]
+        if prompt < head:
+            shorter = sum([p.left * p.number for p in others if p.whole < head])
+            before = shorter + min(head, shorter + tokens)
+            passed = 1 + sum([p.number for p in others if p.whole >= head])
+        else:
+            before, passed = sum([p.left * p.number for p in line]), 0
+        backlog = self.prefill_tokens + self.foreign_tokens
+        before += BACKLOG_SHARE * (backlog - before)
+        return Line(before * seconds_per_token, passed, sum([p.number for p in line]))
+
+    def _line(self, done_tokens: float) -> list[_Prompts]:
+        """Who is in line, the oldest first and alone; of the first of our own, so much is done.
+        Other routers' are older, as far as this one knows. At most LINE_MAX of our own one by one,
+        those behind them as their mean."""
+        line, seen = [], list(islice(self.prefilling.values(), LINE_MAX))
         if self.foreign_tokens:
             left = self.foreign_tokens / self.foreign_prompts
-            before += self.foreign_prompts * min(left, tokens)
-            longer += self.foreign_prompts if left > tokens else 0
-        return Line(before * seconds_per_token, longer)
+            whole = left / max(USUAL_SHARE_MIN, self.usual_share)
+            line = [_Prompts(left, whole, 1), _Prompts(left, whole, self.foreign_prompts - 1)]
+        for booking in seen:
+            left = max(0.0, booking.prefill_tokens - done_tokens)
+            line.append(_Prompts(left, booking.prompt_tokens, 1))
+            done_tokens = 0.0
+        if (behind := len(self.prefilling) - LINE_MAX) > 0:
+            left = (self.prefill_tokens - sum([b.prefill_tokens for b in seen])) / behind
+            whole = (self.prompt_tokens - sum([b.prompt_tokens for b in seen])) / behind
+            line.append(_Prompts(left, whole, behind))
+        return line
 
     def check_integrity(self) -> None:
         """Assert that the sums agree with the bookings."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from banyan.v1 import api_pb2, common_pb2, internal_pb2
 from kvstore.keys import KEY_BYTES, BlockKey
 from router.bookings import Booking
-from router.cost import TERMS, Candidate, Cost, predict, ranked, reason
+from router.cost import TERMS, Candidate, Cost, predict, ranked, reason, usual_line
 from router.estimates import LogEwma
 from router.events import BlockStream
 from router.fleet import Fleet, Replica
@@ -167,7 +167,8 @@ class RouterCore:
             replica.name: self._candidate(request, replica, depths, session, output, now_s)
             for replica in replicas
         }
-        costs = [predict(at, request.tokens, output) for at in found.values()]
+        line = usual_line([at.prompts for at in found.values()])
+        costs = [predict(at, request.tokens, output, line) for at in found.values()]
         order = ranked(costs, self._rng)
         picked = order[0]
         decision = _decision(request, order, left)
@@ -197,8 +198,7 @@ class RouterCore:
         free, evictable = replica.device_blocks()
         needed = -(-(request.tokens + int(output) * request.choices) // size) - depth.device
         tiers = replica.tier_s_per_token
-        batch = work.sequences + work.foreign_sequences + request.choices
-        line = work.line(max(1, request.tokens - shared * size), rate, now_s)
+        line = work.line(request.tokens, max(1, request.tokens - shared * size), rate, now_s)
         return Candidate(
             replica=replica.name,
             device_tokens=depth.device * size,
@@ -209,8 +209,9 @@ class RouterCore:
             prefill_s_per_token=rate,
             overhead_s=replica.estimates.overhead_s,
             decoding=work.decoding + work.foreign_sequences,
-            longer=line.longer,
-            step_s=replica.estimates.step_s(batch),
+            passed=line.passed,
+            prompts=line.prompts,
+            step_s=replica.estimates.step_s(work.batch + request.choices),
             blocks_needed=needed,
             blocks_free=free - work.fresh_blocks,
             blocks_evictable=max(0, evictable - depth.device),
@@ -314,8 +315,8 @@ class RouterCore:
         if observed.decode_tokens < 1:
             return
         if observed.decode_s > 0 and not replica.work.reported.step_s:
-            batch = replica.work.sequences + replica.work.foreign_sequences
-            estimates.learn_step(observed.decode_s / observed.decode_tokens, batch)
+            per_token_s = observed.decode_s / observed.decode_tokens
+            estimates.learn_step(per_token_s, replica.work.batch)
         if booking.model not in self._outputs:
             self._outputs[booking.model] = LogEwma(OUTPUT_TOKENS_PRIOR)
         self._outputs[booking.model].add(float(observed.decode_tokens + 1))

@@ -4,14 +4,16 @@ It knows numbers about replicas, never the replicas themselves. The sum is the p
 the request is done, plus what it takes from others: no gate over the whole fleet, no weights
 between unlike things. Terms, in order:
 
-booked_prefill       prefill that is already promised there and comes first: shorter prompts pass
-                     longer ones, so of each no more than the own one is long
+booked_prefill       prefill that is already promised there: between what comes first and all of it
 miss_prefill         computing the tokens that no tier of the replica holds
 tier_load            bringing blocks from host, disk or the shared tier, or computing them if faster
 rtt                  the measured overhead of a request: the wire, the queue's hand-over
-interference         what the own prefill takes from others: from each longer prompt in line, which
-                     it passes, and, far less, from every sequence that decodes beside it
-output               the expected tokens at the step time of the batch it would join
+interference         what the own prefill takes from others: from each prompt in line that it passes
+                     and, far less, from every sequence that decodes beside it
+later                what it takes from those who come while lines are worked off, wherever they go:
+                     so a hit is worth more under load, and not for one that is hot beside idle ones
+output               a share of the expected tokens' time in the batch it would join: nobody waits
+                     for a next token as for the first
 memory               evicting cached blocks (a share of them is missed later), preempting others
 session              leaving the replica that served the session: its last, partial block
 """
@@ -30,6 +32,7 @@ TERMS = (
     "tier_load",
     "rtt",
     "interference",
+    "later",
     "output",
     "memory",
     "session",
@@ -39,6 +42,8 @@ _OUTPUT = TERMS.index("output")
 # a bound that the replica keeps, and waits for no first token (banyan simulate, docs/log.md).
 DELAYS_PROMPT = 1.0
 DELAYS_DECODE = 0.02
+DELAYS_LATER = 3.5  # as many come as are in line now, for as long as lines are: hence squared
+OUTPUT_SHARE = 0.1  # of its time: more, and the noise of measured steps outweighs prompts
 EVICTED_REUSE = 0.1  # share of evicted blocks that would have been hit again
 TIE_SHARE = 0.005  # costs this close, output apart, are equal; ties are drawn
 TIE_S = 1e-5
@@ -59,7 +64,8 @@ class Candidate:
     prefill_s_per_token: float
     overhead_s: float
     decoding: int  # sequences that are past their prefill
-    longer: int  # prompts in line there that are longer than what this request would compute
+    passed: int  # prompts in line there that this one would pass
+    prompts: int  # in line there
     step_s: float  # with this request in the batch
     blocks_needed: int  # beyond those it already holds on the device
     blocks_free: int  # less what is booked; may be negative
@@ -80,8 +86,9 @@ class Cost(NamedTuple):
     matched_tokens: int
 
 
-def predict(at: Candidate, tokens: int, expected_output: float) -> Cost:
-    """Price `tokens` of prompt (and what it emitted before) and the expected output."""
+def predict(at: Candidate, tokens: int, expected_output: float, line: float) -> Cost:
+    """Price `tokens` of prompt (and what it emitted before) and the expected output; `line`
+    prompts are in line at a candidate, usually."""
     rate = at.prefill_s_per_token
     usable = tokens - 1  # the last token is always computed
     device = min(at.device_tokens, usable)
@@ -97,12 +104,20 @@ def predict(at: Candidate, tokens: int, expected_output: float) -> Cost:
         miss_s,
         load_s,
         at.overhead_s,
-        own_s * (DELAYS_PROMPT * at.longer + DELAYS_DECODE * (at.decoding + 1)),
-        expected_output * at.step_s,
+        own_s * (DELAYS_PROMPT * at.passed + DELAYS_DECODE * (at.decoding + 1)),
+        own_s * DELAYS_LATER * line * (1.0 + line),
+        OUTPUT_SHARE * expected_output * at.step_s,
         (evicted * EVICTED_REUSE + preempted) * at.block_tokens * rate,
         at.block_tokens * rate if at.off_session else 0.0,
     )
     return Cost(at.replica, sum(terms), terms, held)
+
+
+def usual_line(lines: Sequence[int]) -> float:
+    """Prompts in line at a candidate: the mean, each counted up to one more than the median, so
+    that one long line among short ones does not pass for a busy fleet."""
+    most = sorted(lines)[(len(lines) - 1) // 2] + 1
+    return sum([min(line, most) for line in lines]) / len(lines)
 
 
 def _load_s(at: Candidate, device: int, usable: int) -> float:

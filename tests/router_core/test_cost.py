@@ -11,13 +11,16 @@ from hypothesis import strategies as st
 
 from router.cost import (
     DELAYS_DECODE,
+    DELAYS_LATER,
     DELAYS_PROMPT,
+    OUTPUT_SHARE,
     TERMS,
     Candidate,
     Cost,
     predict,
     ranked,
     reason,
+    usual_line,
 )
 from seams.rng import SeededRng
 
@@ -31,7 +34,8 @@ IDLE = Candidate(
     prefill_s_per_token=1e-3,
     overhead_s=0.002,
     decoding=0,
-    longer=0,
+    passed=0,
+    prompts=0,
     step_s=0.02,
     blocks_needed=70,
     blocks_free=100,
@@ -44,8 +48,10 @@ IDLE = Candidate(
 )
 
 
-def terms(at: Candidate, tokens: int = 1000, output: float = 50.0) -> dict[str, float]:
-    cost = predict(at, tokens, output)
+def terms(
+    at: Candidate, tokens: int = 1000, output: float = 50.0, line: float = 0.0
+) -> dict[str, float]:
+    cost = predict(at, tokens, output, line)
     assert cost.total_s == pytest.approx(sum(cost.terms))
     return dict(zip(TERMS, cost.terms, strict=True))
 
@@ -62,7 +68,8 @@ def test_an_idle_replica_that_holds_nothing() -> None:
             "tier_load": 0.0,
             "rtt": 0.002,
             "interference": DELAYS_DECODE,
-            "output": 1.0,
+            "later": 0.0,
+            "output": OUTPUT_SHARE,
             "memory": 0.0,
             "session": 0.0,
         }
@@ -73,7 +80,7 @@ def test_what_is_held_is_not_computed_save_the_last_token() -> None:
     held = but(device_tokens=800, host_tokens=800, disk_tokens=800, shared_tokens=800)
     assert terms(held)["miss_prefill"] == pytest.approx(0.2)
     whole = but(device_tokens=1008, host_tokens=1008, disk_tokens=1008, shared_tokens=1008)
-    cost = predict(whole, 1008, 50.0)
+    cost = predict(whole, 1008, 50.0, 0.0)
     assert cost.matched_tokens == 1007
     assert cost.terms[1] == pytest.approx(0.001)
 
@@ -85,13 +92,34 @@ def test_each_tier_loads_at_its_own_speed_or_is_computed_if_that_is_faster() -> 
     assert got["miss_prefill"] == pytest.approx(0.1)
 
 
-def test_prefill_delays_prompts_that_are_longer_and_sequences_that_decode() -> None:
+def test_prefill_delays_prompts_that_it_passes_and_sequences_that_decode() -> None:
     whole = DELAYS_PROMPT * 3 + DELAYS_DECODE * 8
-    assert terms(but(decoding=7, longer=3))["interference"] == pytest.approx(whole)
+    assert terms(but(decoding=7, passed=3))["interference"] == pytest.approx(whole)
     held = but(device_tokens=900, host_tokens=900, disk_tokens=900, shared_tokens=900)
-    held = dataclasses.replace(held, decoding=7, longer=3)
+    held = dataclasses.replace(held, decoding=7, passed=3)
     assert terms(held)["interference"] == pytest.approx(0.1 * whole)
     assert 3 * DELAYS_DECODE < DELAYS_PROMPT, "a first token is waited for more than the next one"
+
+
+def test_what_is_computed_delays_who_comes_later_by_how_long_lines_are() -> None:
+    """The same to all that miss as much: a hit is worth more under load, nobody is gated off."""
+    held = but(device_tokens=900, host_tokens=900, disk_tokens=900, shared_tokens=900)
+    later = DELAYS_LATER * 2.0 * 3.0
+    assert terms(IDLE, line=2.0)["later"] == pytest.approx(later)
+    assert terms(held, line=2.0)["later"] == pytest.approx(0.1 * later)
+    waits = dataclasses.replace(held, booked_prefill_s=2.0, prompts=2)
+    calm, busy = (
+        predict(waits, 1000, 50.0, mean).total_s - predict(IDLE, 1000, 50.0, mean).total_s
+        for mean in (0.0, 2.0)
+    )
+    assert calm > 0 > busy, "recomputed while the fleet idles, waited for while it is busy"
+
+
+def test_one_long_line_is_no_busy_fleet() -> None:
+    assert usual_line([0, 0, 0, 0]) == 0.0
+    assert usual_line([0, 0, 0, 40]) == 0.25
+    assert usual_line([2, 2, 3, 40]) == 2.5
+    assert usual_line([7]) == 7.0
 
 
 def test_memory_costs_a_little_to_evict_and_in_full_to_preempt() -> None:
@@ -130,7 +158,7 @@ def test_no_term_is_ever_negative(
         blocks_evictable=evictable,
         off_session=True,
     )
-    cost = predict(at, tokens, 3.0)
+    cost = predict(at, tokens, 3.0, 1.5)
     assert all(seconds >= 0 for seconds in cost.terms)
     assert 0 <= cost.matched_tokens < tokens
     computed = cost.terms[1] / at.prefill_s_per_token

@@ -21,7 +21,7 @@ from router_core_world import (
 
 from banyan.v1 import common_pb2, internal_pb2
 from kvstore.keys import tenant_salt
-from router.bookings import HEAD_SHARE
+from router.bookings import BACKLOG_SHARE, HEAD_SHARE
 from router.core import RouterCore
 from router.cost import TERMS
 from router.index import DISK, HOST
@@ -186,17 +186,18 @@ def test_the_first_token_ends_the_booked_prefill(core: RouterCore, clock: Virtua
         return candidate.terms[TERMS.index("booked_prefill")].seconds
 
     assert booked() == pytest.approx(1.6)
+    seen = 1 - BACKLOG_SHARE  # of what is done: it is a guess
     clock.advance(0.6)
-    assert booked() == pytest.approx(1.6 - 0.6 * HEAD_SHARE), "the first in line is under way"
-    clock.advance(5.0)
-    assert booked() == pytest.approx(0.0)
+    assert booked() == pytest.approx(1.6 - seen * 0.6 * HEAD_SHARE), "the first is under way"
+    clock.advance(1.6 / HEAD_SHARE)
+    assert booked() == pytest.approx(1.6 - seen * 1.6), "overdue, and not there yet"
     core.place(request_of("q2", SHARED[: 80 * BLOCK] + prompt(7, 20)))
     core.first_token("q1")
     core.first_token("q1")
     assert core.explain("q2").replica == placed  # type: ignore[union-attr]
     assert booked() == pytest.approx(0.32), "the next one only starts now"
     clock.advance(0.12)
-    assert booked() == pytest.approx(0.32 - 0.12 * HEAD_SHARE)
+    assert booked() == pytest.approx(0.32 - seen * 0.12 * HEAD_SHARE)
     core.failed("q2")
     core.check_integrity()
     assert booked() == 0.0
@@ -374,12 +375,11 @@ def test_a_new_replica_gets_work_and_then_copies_of_what_is_hot(
     core: RouterCore, clock: VirtualClock
 ) -> None:
     store(core, "r1", SHARED)
-    for number in range(200):  # an endless burst on one prefix: more than one replica can take
-        core.place(request_of(f"q{number}", SHARED + prompt(5 + number, 2), max_tokens=64))
-    placed = Counter(
-        booked.replica for n in range(200) if (booked := core.explain(f"q{n}")) is not None
+    placed = Counter(  # an endless burst on one prefix: more than one replica can take
+        core.place(request_of(f"q{n}", SHARED + prompt(5 + n, 2), max_tokens=64)).replica
+        for n in range(200)
     )
-    assert len(placed) > 1, placed
+    assert len(placed) > 1 and max(placed.values()) < 160, placed
 
 
 def test_decisions_are_kept_bounded_and_get_what_was_delivered(clock: VirtualClock) -> None:
