@@ -16,7 +16,7 @@ from loadtest.plots import Plot, Series, sheet, svg
 from seams.errors import InvalidRequest
 
 REPORT, PAGE, PICTURE = "report.json", "report.html", "report.svg"
-PLAIN = "model"
+PLAIN, KEEP_ALL = "model", "none"
 
 
 def write(document: dict[str, Any], folder: Path) -> None:
@@ -91,15 +91,18 @@ def _coded(figures: Figures, context: int) -> list[str]:
 
 
 def _size_and_kl(figures: Figures) -> Plot:
-    lines = []
+    """A codec of one size at all contexts is named at the first of them."""
+    lines, named = [], set()
     for context in figures.contexts:
-        codecs = _coded(figures, context)
-        named = [(f"{context}/{codec}", short(codec)) for codec in codecs]
-        points = [
-            (figures.value(f"{start}/kl") or 0.0, figures.value(f"{start}/token") or 0.0)
-            for start, _ in named
-        ]
-        lines.append(Series(str(context), points, dots=True, names=[name for _, name in named]))
+        points, names = [], []
+        for codec in _coded(figures, context):
+            kl = figures.value(f"{context}/{codec}/kl")
+            size = figures.value(f"{context}/{codec}/token")
+            if kl is not None and size is not None:
+                points.append((kl, size))
+                names.append("" if (codec, size) in named else short(codec))
+                named.add((codec, size))
+        lines.append(Series(str(context), points, dots=True, names=names))
     return Plot("Bytes and KL", "KL to the model's dtype, nats", "bytes per token", lines, True)
 
 
@@ -159,11 +162,13 @@ def _retention(figures: Figures) -> Plot:
 
 
 def _running(document: dict[str, Any]) -> Plot:
-    lines = [
-        Series(short(name.removeprefix("running/").removeprefix(f"{PLAIN} + ")), _points(points))
-        for name, points in document["curves"].items()
-        if name.startswith("running/")
-    ]
+    """Of every codec without a policy and every policy without a codec."""
+    lines = []
+    for name, points in document["curves"].items():
+        codec, _, policy = name.removeprefix("running/").partition(" + ")
+        if name.startswith("running/") and (codec == PLAIN or policy == KEEP_ALL):
+            label = policy if codec == PLAIN else short(codec)
+            lines.append(Series(label, _points(points)))
     return Plot("In a small pool", "step", "generations at once", lines)
 
 

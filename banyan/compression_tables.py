@@ -230,7 +230,7 @@ def _pools(figures: Figures) -> Table:
     for run in figures.subjects("pool", "together"):
         start = f"pool/{run}"
         rows.append([
-            run,
+            _cell_name(run),
             shown(figures.value(f"{start}/blocks"), ".0f"),
             _found(figures, f"{start}/together"),
             shown(figures.ratio(f"{start}/together"), ".2f"),

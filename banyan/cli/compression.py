@@ -111,7 +111,9 @@ def _measured(asked: Asked, settings: Settings) -> dict[str, Any]:
 
 def _tell(row: Row) -> None:
     beside = "" if row.against_value is None else f" ({row.against}: {row.against_value:.4g})"
-    output.errors.print(f"{row.name}: {row.value:.4g} {row.unit}{beside}", markup=False)
+    output.errors.print(
+        f"{row.name}: {row.value:.4g} {row.unit}{beside}", markup=False, soft_wrap=True
+    )
 
 
 def show(document: dict[str, Any]) -> None:
