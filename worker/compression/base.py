@@ -73,7 +73,7 @@ QUICK = Settings(
     bands=(0.0, 0.1),
     foretold_tokens=(256, 64),
     generations=8,
-    generated_tokens=176,
+    generated_tokens=144,
     pool_codecs=(PLAIN,),
     calibration_tokens=512,
 )
