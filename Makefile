@@ -31,7 +31,7 @@ model: $(STAMP)
 	@$(PY) -m banyan model fetch demo
 
 test: model
-	@$(PY) -m pytest -m 'not soak' -n $(PROCESSES) --dist loadgroup --no-loadscope-reorder --durations=15
+	@$(PY) -m pytest -m 'not soak' -n $(PROCESSES) --no-loadscope-reorder --durations=15
 
 clients: model
 	@$(PY) tests/clients/run.py

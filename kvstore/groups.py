@@ -41,6 +41,10 @@ class KVGroup:
         assert self.sink_tokens >= 0 and (self.window_tokens or not self.sink_tokens)
         assert self.id > 0 or self.kind in (GroupKind.FULL, GroupKind.LATENT)
 
+    def repeats(self, other: KVGroup) -> bool:
+        """Whether it holds in another form what `other` holds."""
+        return self.id != other.id and not set(self.layers).isdisjoint(other.layers)
+
     def sink_blocks(self, block_tokens: int) -> int:
         """Leading blocks that a window never passes: those that hold any of its sinks."""
         return -(-self.sink_tokens // block_tokens)

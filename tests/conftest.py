@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
 
 from kernels.native import build
 
@@ -22,14 +23,18 @@ settings.load_profile("banyan")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What one process runs when tests are spread over several: a file, but clusters one after the
+class _ByFile(LoadScopeScheduling):  # type: ignore[misc]
+    """What one process runs when tests are spread over several: a file; clusters one after the
     other, since each test of one looks whether anything of it is left on the machine."""
-    for item in items:
-        folder = item.path.parent.name
-        group = folder if folder == "e2e" else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.split("::", 1)[0]
+        return "tests/e2e" if file.startswith("tests/e2e/") else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> _ByFile:
+    """With -n."""
+    return _ByFile(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

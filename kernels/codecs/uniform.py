@@ -14,6 +14,7 @@ from kernels.codecs.packing import lookup, pack, packed_bytes, run_table
 SCALE_BYTES = 4  # step and least number
 FLAT = 2.0**-10  # of the least number: steps below this are lost in its fp16
 SETTLE_STEPS_MAX = 16
+FP16_MAX = 65504.0
 
 
 class UniformVectors:
@@ -54,7 +55,8 @@ class UniformVectors:
         return codes
 
     def _rounded(self, turned: torch.Tensor) -> torch.Tensor:
-        """Codes of vectors float32 that are turned already."""
+        """Codes of vectors float32 that are turned already. Numbers beyond fp16's are its ends."""
+        turned = torch.where(turned.isfinite(), turned.clamp(-FP16_MAX, FP16_MAX), turned)
         if self._kept < self.dim - 1:
             larger = turned.abs().topk(self.dim - self._kept, -1).values
             limit = larger[..., -1:]

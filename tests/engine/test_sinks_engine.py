@@ -65,6 +65,20 @@ def test_others_share_sinks_and_go_on_inside_a_block() -> None:
     rig.assert_exact()
 
 
+@pytest.mark.parametrize("shape", ["sinks", "window"])
+def test_a_branch_off_an_early_chunk_is_found(shape: str) -> None:
+    """The window of every place in a prompt of many chunks, not that of its end alone."""
+    rig = Rig(shape, blocks=256, step_tokens_max=16)
+    rig.submit(request("first", tokens(150), 4))
+    rig.run()
+    for cut in (90, 40, 140):
+        rig.submit(request(f"cut{cut}", tokens(150)[:cut] + tokens(60, cut), 4))
+        rig.run()
+        assert rig.usage(f"cut{cut}").cached_tokens >= cut - 16
+    rig.assert_exact()
+    assert rig.reclaimable()
+
+
 def test_bytes_of_a_token_are_those_of_both_groups() -> None:
     """Codes of all tokens and a bounded number of exact ones: less, the longer the text."""
     rig, told = Rig("sinks", blocks=128), []

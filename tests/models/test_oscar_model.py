@@ -121,8 +121,7 @@ def test_layers_that_slide_are_as_they_were() -> None:
 
 
 def test_memory_is_shared_between_codes_and_windows() -> None:
-    """In a small pool windows get half of it, so that codes have room; in a large one no more than
-    they can use."""
+    """In a small pool windows get half of it, so that codes have room; in a large one a quarter."""
     spec = coded("oscar").spec
     plain = coded("model").spec
     config = asked(pool_gib=0.05, running_max=64)
@@ -131,7 +130,7 @@ def test_memory_is_shared_between_codes_and_windows() -> None:
     assert near == int(half // spec.groups[1].block_bytes)
     assert codes > 3 * plan_blocks(config, plain)[0]
     _, near = plan_blocks(asked(pool_gib=8.0, running_max=2), spec)
-    assert near == 2 * (2 * (16 + 1 + 4) + 32)
+    assert near == int(8.0 * 2**30) // spec.groups[1].block_bytes // 4 > 2 * (2 * (16 + 1 + 4) + 32)
 
 
 def engine(model: LlamaModel, folder: Path) -> EngineCore:

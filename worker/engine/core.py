@@ -363,6 +363,8 @@ class EngineCore:
         sequence.advance(count)
         self.memory.settle(sequence)
         if not drawn:
+            if self.memory.windowed:  # before its windows pass what one that branches off here needs
+                self.memory.share(sequence)
             return
         if not sequence.inserted:
             sequence.inserted = True

@@ -44,6 +44,11 @@ class PagedMemory:
         # Per group: references that only wait for a copy, which runs before anybody writes.
         self._sources: list[Counter[int]] = [Counter() for _ in pools]
 
+    @property
+    def windowed(self) -> bool:
+        """Whether any group lets blocks go that a window has passed."""
+        return bool(self._windows)
+
     def available(self, group: int) -> int:
         """Blocks that are free or that eviction can free."""
         pool = self.pools[group]

@@ -162,8 +162,11 @@ class RadixTree:
                 interior.note(above)
 
     def strip_interior(self, group: int, count: int) -> None:
-        """Free up to `count` blocks of a window group inside nodes, none of another group."""
-        if count > 0 and self.interior[group].strip(count, self.log, self.leave):
+        """Free up to `count` blocks of a window group inside nodes, none of another group. Tiers
+        do not get what only repeats group 0: it would be the most of all that they hold."""
+        repeated = self.pools[group].group.repeats(self.pools[0].group)
+        leave = _in_silence if repeated else self.leave
+        if count > 0 and self.interior[group].strip(count, self.log, leave):
             self.version += 1
 
     def strip_everywhere(self, group: int, count: int) -> None:
@@ -242,6 +245,10 @@ class RadixTree:
         pool = self.pools[group]
         busy = node.locks and group not in self.interior
         (pool.retain if busy else pool.retain_idle)(blocks)
+
+
+def _in_silence(node: Node, group: int, at: Iterable[int]) -> None:
+    """Blocks are let go that nobody is told of."""
 
 
 def upwards(node: Node) -> Iterator[Node]:

@@ -188,7 +188,8 @@ def _useful_blocks(config: ReplicaConfig, spec: ModelSpec, group: KVGroup, pool:
 
     One that holds exactly what group 0 has as codes takes half of the memory at most, but what one
     sequence needs: block by block with group 0, of which each takes a fraction of its own, it would
-    leave too little for the codes.
+    leave too little for the codes. And a quarter at least: a cached prefix is found only where a
+    window of it is.
     """
     if group.kind is not GroupKind.WINDOW:
         return BLOCKS_MAX
@@ -197,5 +198,5 @@ def _useful_blocks(config: ReplicaConfig, spec: ModelSpec, group: KVGroup, pool:
     useful = 2 * (config.running_max * window + step)
     if set(group.layers).isdisjoint(spec.groups[0].layers):
         return useful
-    one = window + step
-    return min(useful, max(one, pool // 2 // (group.block_bytes * group.ranks)))
+    one, most = window + step, pool // (group.block_bytes * group.ranks)
+    return max(one, min(most // 2, max(useful, most // 4)))

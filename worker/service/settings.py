@@ -133,7 +133,7 @@ def check_oscar(codec: str, calibration: str, retention: str) -> None:
             f"The KV codec {codec} needs a calibration of the model: make one with banyan "
             "calibrate and give it as calibration."
         )
-    if retention:
+    if retention not in ("", NONE):
         raise InvalidRequest(
             f"The KV codec {codec} keeps the newest tokens in a window, and retention moves tokens "
             "to other places: one of the two, not both."
