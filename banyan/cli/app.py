@@ -44,7 +44,7 @@ TimeoutS = Annotated[float, typer.Option(help="Seconds for the whole call; 0 = n
 Retention = Annotated[
     str, typer.Option(help="Which tokens stay in KV, e.g. streaming:sinks=4,window=1024; '' = all.")
 ]
-Calibration = Annotated[str, typer.Option(help="For --retention and --kv-codec oscar: of `banyan calibrate`.")]
+Calibration = Annotated[str, typer.Option(help="For --retention and OSCAR: of `banyan calibrate`.")]
 
 
 def _print_version(wanted: bool) -> None:

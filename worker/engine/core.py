@@ -363,7 +363,7 @@ class EngineCore:
         sequence.advance(count)
         self.memory.settle(sequence)
         if not drawn:
-            if self.memory.windowed:  # before its windows pass what one that branches off here needs
+            if self.memory.windowed:  # before they pass what one that branches off here needs
                 self.memory.share(sequence)
             return
         if not sequence.inserted:
