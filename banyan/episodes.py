@@ -28,6 +28,7 @@ HOST_OBJECTS = 3  # of the largest: one may take half of host memory, and half o
 HOST_BYTES_MIN = 1 << 26
 DISK_SHARE = 0.9  # of nvme_gib that episodes may take
 FLUSH_S, FLUSHES_MAX = 5.0, 120
+REDIS_TTL_S = 7 * 24 * 3600  # longer than other blocks: nobody computes them again by the way
 LOADING, BUILDING = "load the model", "build and write episodes"
 
 Report = Callable[[str, float], None]
@@ -49,6 +50,7 @@ class Asked:
     nvme: str = ""
     nvme_gib: float = 0.0
     redis: str = ""
+    redis_ttl_s: int = REDIS_TTL_S  # until they vanish there
     device: str = "auto"
     dtype: str = "auto"
     kv_codec: str = "model"
@@ -116,8 +118,9 @@ def _config(asked: Asked) -> ReplicaConfig:
             "replica": asked.replica, "model": asked.model, "served_name": "episodes",
             "routers": (), "secret_file": str(asked.secret_file), "compute": "torch",
             "device": asked.device, "dtype": asked.dtype, "nvme": asked.nvme,
-            "nvme_gib": asked.nvme_gib, "redis": asked.redis, "namespace": asked.namespace,
-            "kv_codec": asked.kv_codec, "cold_codec": asked.cold_codec,
+            "nvme_gib": asked.nvme_gib, "redis": asked.redis, "redis_ttl_s": asked.redis_ttl_s,
+            "namespace": asked.namespace, "kv_codec": asked.kv_codec,
+            "cold_codec": asked.cold_codec,
         }
     )  # fmt: skip
 

@@ -30,6 +30,9 @@ def episodes(
         str,
         typer.Option(help="URL of the shared tier, or @FILE with one; default: the cluster's."),
     ] = "",
+    ttl_s: Annotated[int, typer.Option(help="With --redis: seconds until they vanish.")] = 7
+    * 24
+    * 3600,
     count: Annotated[int, typer.Option("--episodes", help="How many.")] = 4,
     budget: Annotated[int, typer.Option(help="Tokens that each keeps.")] = 2048,
     block: Annotated[int, typer.Option(help="Tokens stored beside them, at most.")] = 512,
@@ -71,6 +74,7 @@ def episodes(
             nvme=str(Path(nvme).expanduser().absolute()) if nvme else "",
             nvme_gib=nvme_gib,
             redis=redis or ("" if nvme else _own_redis(name)),
+            redis_ttl_s=ttl_s,
             device=device,
             dtype=dtype,
             kv_codec=kv_codec,

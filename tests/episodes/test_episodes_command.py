@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import redis
 from typer.testing import CliRunner
 
 from banyan.cli.app import app
@@ -106,7 +107,12 @@ def test_a_shared_tier_has_it_for_all_replicas(
     where = tmp_path / "url"
     where.write_text(server.url)
     where.chmod(0o600)
-    built = run(str(demo_model), "--conversation", str(said), "--redis", f"@{where}", *ASKED)
+    days = ("--ttl-s", str(9 * 24 * 3600))
+    shared = ("--redis", f"@{where}", *days)
+    built = run(str(demo_model), "--conversation", str(said), *shared, *ASKED)
+    with redis.Redis.from_url(server.url) as client:
+        left_s = [client.ttl(key) for key in client.scan_iter()]
+    assert len(left_s) > 10 and min(left_s) > 8 * 24 * 3600
     assert built["kept_tokens"] == 64 and built["peak_tokens"] <= 64 + 144
     assert built["history_tokens"] % 16 == 0 and len(built["segments"]) == 2
     block_bytes = model.spec.groups[0].block_bytes
@@ -155,6 +161,7 @@ def test_a_disk_tier_has_it_for_its_replica(
         (("--nvme", "x", "--nvme-gib", "1", "--redis", "redis://h"), "one tier at a time"),
         (("--nvme", "x"), "one of nvme and nvme_gib alone"),
         (("--replica", "a"), "needs --nvme"),
+        (("--redis", "redis://h", "--ttl-s", "0"), "redis_ttl_s of at least 1"),
         (("--redis", "redis://u:secret@h"), "A password in --redis"),
         (("--redis", "redis://h", "--sinks", "64", *ASKED), "fewer than its budget"),
         (

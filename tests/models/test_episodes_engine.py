@@ -31,6 +31,7 @@ from worker.episodes.build import EpisodeBuilder
 from worker.episodes.keeping import EpisodeShelf
 from worker.episodes.outline import Outline, nearest, outline
 from worker.models.llama import LlamaModel
+from worker.service.settings import check_retention
 
 Promoter.strict = True
 CONFIG = config_of("llama")
@@ -257,5 +258,10 @@ def test_models_that_cannot_have_episodes_say_so() -> None:
         Policies(spec).make(POLICY)
     with pytest.raises(InvalidRequest, match="epicache has no option resume"):
         Policies(decoder().spec).make(POLICY + ",resume")
+    with pytest.raises(
+        InvalidRequest, match="epicache finds episodes in tiers, and there are none"
+    ):
+        check_retention(POLICY, tiered=False)
+    check_retention(POLICY, tiered=True)
     made = Policies(decoder().spec, POLICY).default
     assert made is not None and made.quota.limit(1) > CONFIG.context_tokens
