@@ -362,13 +362,11 @@ class EngineCore:
             self._count_prompt(request)
         sequence.advance(count)
         self.memory.settle(sequence)
+        if not sequence.inserted and (drawn or self.memory.windowed):
+            sequence.inserted = bool(drawn)
+            self.memory.share(sequence)  # before windows pass what one that branches off needs
         if not drawn:
-            if self.memory.windowed:  # before they pass what one that branches off here needs
-                self.memory.share(sequence)
             return
-        if not sequence.inserted:
-            sequence.inserted = True
-            self.memory.share(sequence)
         own, *others = drawn
         assert own.choice == sequence.choice
         choices = [sequence, *(self._fork(sequence, one) for one in others)]
