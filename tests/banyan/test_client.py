@@ -328,10 +328,10 @@ def test_direct_refuses_stop_strings(start: Start, run: Any) -> None:
 
 def test_close_from_another_thread_cancels(start: Start) -> None:
     router = start(ScriptedRouter("a"))
+    router.hang.clear()
     with Client(router.address) as client:
         stream = client.generate("hi")
         assert isinstance(next(stream), Started)
-        router.hang.clear()
         threading.Timer(0.1, stream.close).start()
         with pytest.raises(Cancelled):
             list(stream)
@@ -349,6 +349,7 @@ def test_leaving_the_block_cancels(start: Start) -> None:
 
 def test_cancelled_task_cancels_the_stream(start: Start) -> None:
     router = start(ScriptedRouter("a"))
+    router.hang.clear()
 
     async def scenario() -> None:
         async with AsyncClient(router.address) as client:
@@ -356,7 +357,6 @@ def test_cancelled_task_cancels_the_stream(start: Start) -> None:
 
             async def consume() -> None:
                 async for _ in client.generate("hi"):
-                    router.hang.clear()
                     begun.set()
 
             task = asyncio.create_task(consume())

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -14,21 +16,23 @@ from e2e_text import SYSTEM, tie_or_equal
 
 from banyan import Client
 from banyan.cluster import processes
-from banyan.events import Collector, Completion, Delta
+from banyan.events import Collector, Completion, Delta, Started
 
 pytestmark = pytest.mark.timeout(280)
 STREAMS = 6
-TOKENS = 48
+TOKENS = 200  # more than a second of streaming: nothing ends before the kill
 
 
-def ask(client: Client, index: int, progress: threading.Semaphore | None = None) -> Completion:
-    """One greedy answer with the logprobs that tell a tie; releases `progress` at token 4."""
+def ask(client: Client, index: int, begun: SimpleQueue[str] | None = None) -> Completion:
+    """One greedy answer with the logprobs that tell a tie; at token 4 `begun` gets its replica."""
     prompt = f"{SYSTEM}\n\nStory number {index}: once upon a time"
-    collector = Collector(1)
+    collector, replica = Collector(1), ""
     for event in client.generate(prompt, max_tokens=TOKENS, ignore_eos=True, logprobs=2):
         collector.add(event)
-        if isinstance(event, Delta) and event.position == 4 and progress is not None:
-            progress.release()
+        if isinstance(event, Started):
+            replica = event.replica
+        if isinstance(event, Delta) and event.position == 4 and begun is not None:
+            begun.put(replica)
     return collector.completion()
 
 
@@ -47,16 +51,14 @@ def wait_for(true: Any, limit_s: float) -> float:
 
 def test_killed_replica(cluster) -> None:
     with Client(cluster.record.addresses[0], timeout_s=200) as client:
-        undisturbed = [ask(client, i) for i in range(STREAMS)]
+        with ThreadPoolExecutor(STREAMS) as pool:
+            undisturbed = list(pool.map(partial(ask, client), range(STREAMS)))
         before = {r.replica: r for r in client.cluster_state().replicas}
-        begun = threading.Semaphore(0)
+        begun: SimpleQueue[str] = SimpleQueue()
         with ThreadPoolExecutor(STREAMS) as pool:
             answers = [pool.submit(ask, client, i, begun) for i in range(STREAMS)]
-            for _ in range(STREAMS):
-                assert begun.acquire(timeout=120)
-            running = {name: state.running for name, state in states_of(client).items()}
-            victim = max(running, key=running.__getitem__)
-            assert running[victim] > 0
+            holders = Counter(begun.get(timeout=120) for _ in range(STREAMS))
+            [(victim, _)] = holders.most_common(1)
             cluster.replica_process(before[victim].address).send_signal(signal.SIGKILL)
             old = ("ready", before[victim].epoch)
             dropped_s = wait_for(lambda: states(client).get(victim) != old, 5)
@@ -104,10 +106,10 @@ def test_killed_router(cluster) -> None:
     with Client(addresses, timeout_s=200) as client:
         undisturbed = [ask(client, 100 + i) for i in range(3)]
     with Client(addresses, timeout_s=200) as client, ThreadPoolExecutor(3) as pool:
-        begun = threading.Semaphore(0)
+        begun: SimpleQueue[str] = SimpleQueue()
         answers = [pool.submit(ask, client, 100 + i, begun) for i in range(3)]
         for _ in range(3):
-            assert begun.acquire(timeout=120)
+            begun.get(timeout=120)
         os.kill(cluster.record.routers[0].process.pid, signal.SIGKILL)
         finished = [answer.result() for answer in answers]
         for whole, disturbed in zip(undisturbed, finished, strict=True):
