@@ -102,6 +102,13 @@ class AsyncClient:
         state = await self._unary("ClusterState", api_pb2.ClusterStateRequest())
         return state
 
+    async def reset_cache(self, *, tiers: bool = False) -> api_pb2.ResetCacheResponse:
+        """Let every replica forget its prefix cache, and with `tiers` what lies below it; `api_key`
+        must be the cluster's admin key. Raises Forbidden, or NoReplica if one did not answer."""
+        reset: api_pb2.ResetCacheResponse
+        reset = await self._unary("ResetCache", api_pb2.ResetCacheRequest(tiers=tiers))
+        return reset
+
     async def explain(
         self, request_id: str = "", prompt: Prompt | None = None, **options: Unpack[Options]
     ) -> Decision:

@@ -107,6 +107,13 @@ class Client:
         state = self._unary("ClusterState", api_pb2.ClusterStateRequest())
         return state
 
+    def reset_cache(self, *, tiers: bool = False) -> api_pb2.ResetCacheResponse:
+        """Let every replica forget its prefix cache, and with `tiers` what lies below it; `api_key`
+        must be the cluster's admin key. Raises Forbidden, or NoReplica if one did not answer."""
+        reset: api_pb2.ResetCacheResponse
+        reset = self._unary("ResetCache", api_pb2.ResetCacheRequest(tiers=tiers))
+        return reset
+
     def explain(
         self, request_id: str = "", prompt: Prompt | None = None, **options: Unpack[Options]
     ) -> Decision:

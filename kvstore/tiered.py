@@ -24,6 +24,7 @@ from kvstore.sinking import Sinker
 from kvstore.tiers.base import BlockName, Status, Tier, TierStats
 from kvstore.tiers.host import HostTier
 from kvstore.tiers.queue import LoadJob, LookupJob, TierQueue
+from seams.errors import NoReplica
 
 _Slot = tuple[bytes, int, int]
 
@@ -352,6 +353,21 @@ class TieredStore:
         """Per tier."""
         lower = {level: queue.tier.stats() for level, queue in self.lower.items()}
         return {Level.HOST: self.host.stats(), **lower}
+
+    def clear(self, timeout_s: float) -> int:
+        """Forget all blocks and objects of every tier; how many host memory and disk held. Waits
+        for what is under way, so it is for a thread that may. Of a shared tier as much goes as its
+        server and the time allow. Raises NoReplica if a tier does not answer or come to rest."""
+        held = sum(stats.blocks for stats in self.stats().values())
+        self.host.clear()  # first: what was to sink from it has no source any more
+        until_s = time.monotonic() + timeout_s
+        for level, queue in self.lower.items():
+            if queue.tier.stats().state == "broken" or not queue.drain(until_s - time.monotonic()):
+                tier = level.name.lower()
+                raise NoReplica(f"The {tier} tier does not answer and keeps its blocks.")
+            queue.tier.clear()
+        self.host.clear()  # what had come up meanwhile
+        return held
 
     def close(self, flush_s: float = 0.0) -> None:
         """Sink what is dirty, within `flush_s`, and close every tier. Safe to repeat."""

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvstore.keys import tenant_salt
-from seams.errors import Unauthenticated
-from seams.proof import matches
+from seams.errors import Forbidden, Unauthenticated
+from seams.proof import admin_key, matches
 
 DEFAULT_TENANT = "default"
 _SCHEME = "bearer "
@@ -38,6 +38,7 @@ class Tenants:
         names = set(api_keys.values()) or {DEFAULT_TENANT}
         self._tenants = {name: Tenant(name, tenant_salt(cluster_secret, name)) for name in names}
         self._keys = [(_digest(key), name) for key, name in api_keys.items()]
+        self._admin = _digest(admin_key(cluster_secret))
 
     def identify(self, authorization: str) -> Tenant:
         """The tenant of a call with this `authorization` metadata ("" = none).
@@ -46,14 +47,28 @@ class Tenants:
         """
         if not self._keys:
             return self._tenants[DEFAULT_TENANT]
-        scheme, given = authorization[: len(_SCHEME)], authorization[len(_SCHEME) :]
-        digest, found = _digest(given.strip()), ""
+        digest, found = _given(authorization), ""
         for known, name in self._keys:
             if matches(known, digest):
                 found = name
-        if scheme.lower() != _SCHEME or not found:
+        if not found:
             raise Unauthenticated("This cluster needs a valid API key.")
         return self._tenants[found]
+
+    def check_admin(self, authorization: str) -> None:
+        """Raises Forbidden for a tenant's key, Unauthenticated for all but the admin key else."""
+        if matches(self._admin, _given(authorization)):
+            return
+        if self._keys:
+            self.identify(authorization)
+            raise Forbidden("This is for the cluster's admin key alone.")
+        raise Unauthenticated("This needs the cluster's admin key.")
+
+
+def _given(authorization: str) -> bytes:
+    """Digest of the key in a call's `authorization`; b"" for another scheme."""
+    scheme, key = authorization[: len(_SCHEME)], authorization[len(_SCHEME) :]
+    return _digest(key.strip()) if scheme.lower() == _SCHEME else b""
 
 
 def _digest(key: str) -> bytes:

@@ -4,6 +4,7 @@ BanyanError
 ├── InvalidRequest        INVALID_ARGUMENT     a field is missing, malformed or over its limit
 │   └── PromptTooLong     INVALID_ARGUMENT     prompt and output do not fit the model's context
 ├── Unauthenticated       UNAUTHENTICATED      no valid key, ticket or cluster proof
+├── Forbidden             PERMISSION_DENIED    a valid key that may not do this
 ├── ModelNotFound         NOT_FOUND            no replica serves this model
 ├── RequestNotFound       NOT_FOUND            no such request (any more)
 ├── Overloaded            RESOURCE_EXHAUSTED   a bounded queue is full; `retry_after_s` says when
@@ -34,6 +35,7 @@ class StatusCode(IntEnum):
     INVALID_ARGUMENT = 3
     DEADLINE_EXCEEDED = 4
     NOT_FOUND = 5
+    PERMISSION_DENIED = 7
     RESOURCE_EXHAUSTED = 8
     FAILED_PRECONDITION = 9
     INTERNAL = 13
@@ -66,6 +68,12 @@ class Unauthenticated(BanyanError):
     """No valid key, ticket or cluster proof."""
 
     status = StatusCode.UNAUTHENTICATED
+
+
+class Forbidden(BanyanError):
+    """A valid key that may not do this."""
+
+    status = StatusCode.PERMISSION_DENIED
 
 
 class ModelNotFound(BanyanError):

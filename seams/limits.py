@@ -79,6 +79,7 @@ LIMITS: dict[str, Limit] = {
     "ExplainRequest.request_id": LABEL,
     "ExplainRequest.request": MESSAGE,
     "TextFilesRequest.fingerprint": LABEL,
+    "ResetCacheRequest.tiers": FLAG,
     # banyan.v1 internal: replica -> router
     "AttachUp.greeting": MESSAGE,
     "AttachUp.proof": MESSAGE,

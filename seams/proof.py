@@ -38,6 +38,11 @@ def session_token(secret: bytes, purpose: str, replica_nonce: bytes, router_nonc
     return _mac(secret, b"banyan/v1/" + purpose.encode(), replica_nonce, router_nonce).hex()
 
 
+def admin_key(secret: bytes) -> str:
+    """The key for what concerns all tenants. Whoever can read the cluster secret has it."""
+    return _mac(secret, b"banyan/v1/admin").hex()
+
+
 def matches(expected: bytes | str, given: bytes | str) -> bool:
     """Compare in constant time."""
     as_bytes = [v.encode() if isinstance(v, str) else v for v in (expected, given)]

@@ -16,7 +16,8 @@ from seams.bench import Row, median
 from seams.clock import SystemClock
 from worker.config import EngineConfig
 from worker.engine.core import EngineCore
-from worker.engine.messages import CacheOp, EngineLoad, EngineRequest, StepOutput
+from worker.engine.forgetting import forget_cache
+from worker.engine.messages import CacheOp, EngineLoad, EngineRequest, Forgotten, StepOutput
 from worker.engine.sampler import sample
 from worker.engine.sampling import SamplingParams
 from worker.models.fake import fake_model
@@ -82,6 +83,10 @@ class _Direct:
     def snapshot(self, done: Callable[[tuple[CacheOp, ...]], None]) -> None:
         """See EngineClient."""
         done(self._core.snapshot())
+
+    def forget_cache(self, done: Callable[[Forgotten], None]) -> None:
+        """See EngineClient."""
+        done(forget_cache(self._core.scheduler))
 
     def stop(self) -> None:
         """Nothing to stop."""

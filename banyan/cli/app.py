@@ -25,7 +25,7 @@ app = typer.Typer(
 )
 model_app = typer.Typer(help="Get models onto this machine.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
-cache_app = typer.Typer(help="Look into disk tiers and the shared tier.", no_args_is_help=True)
+cache_app = typer.Typer(help="Disk tiers, the shared tier, resets.", no_args_is_help=True)
 app.add_typer(cache_app, name="cache")
 app.add_typer(bench_app, name="bench")
 app.command("simulate")(simulate)
@@ -44,6 +44,7 @@ TimeoutS = Annotated[float, typer.Option(help="Seconds for the whole call; 0 = n
 Retention = Annotated[
     str, typer.Option(help="Which tokens stay in KV, e.g. streaming:sinks=4,window=1024; '' = all.")
 ]
+SecretFile = Annotated[str, typer.Option(help="The cluster's secret; default: as started here.")]
 Calibration = Annotated[str, typer.Option(help="For --retention and OSCAR: of `banyan calibrate`.")]
 
 
@@ -319,6 +320,31 @@ def cache_clear(
     from banyan.cli import cache
 
     cache.clear(cache.places(nvme, redis, name), json_output=json_output)
+
+
+@cache_app.command("reset")
+def cache_reset(
+    tiers: Annotated[
+        bool, typer.Option("--tiers", help="Also what the tiers below the device hold.")
+    ] = False,
+    name: Name = "default",
+    address: Address = "",
+    secret_file: SecretFile = "",
+    json_output: Json = False,
+) -> None:
+    """Let the replicas of a running cluster forget their prefix cache; requests go on."""
+    from banyan.cli import cache, talk
+
+    target = talk.Target(name, address, "", 0.0)
+    cache.reset(target, secret_file, tiers=tiers, json_output=json_output)
+
+
+@cache_app.command("key")
+def cache_key(name: Name = "default", secret_file: SecretFile = "") -> None:
+    """Print the admin key, which `POST /reset_prefix_cache` wants."""
+    from banyan.cli import cache
+
+    print(cache.admin_key_of(name, secret_file))
 
 
 def _interrupted(number: int, frame: Any) -> NoReturn:

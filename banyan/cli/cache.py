@@ -1,4 +1,5 @@
-"""`banyan cache stats | verify | clear`: disk tiers and the shared one, shown to an operator."""
+"""`banyan cache stats | verify | clear | reset | key`: disk tiers and the shared one, shown to an
+operator; and what a running cluster is to forget."""
 
 from __future__ import annotations
 
@@ -9,14 +10,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from banyan.cli import output
+from banyan.cli.talk import Target
+from banyan.client import Client
 from banyan.cluster import disk_tier, state
 from banyan.cluster.tiers import URL_FILE, refuse_password
 from kvstore.tiers import nvme_offline, redis_admin
 from kvstore.tiers.nvme_offline import Contents
 from seams.errors import LaunchError
+from seams.proof import admin_key, read_secret
 from seams.urls import FILE_MARK, read_url
 
 T = TypeVar("T")
+RESET_S_MAX = 60.0
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,28 @@ def clear(where: Places, *, json_output: bool) -> None:
         if keys is not None:
             output.console.print(f"shared: {keys} keys removed")
     _refuse(disks)
+
+
+def admin_key_of(name: str, secret_file: str) -> str:
+    """The admin key of the cluster that was started here under this name, or whose secret is in the
+    file. Raises LaunchError."""
+    path = Path(secret_file).expanduser() if secret_file else state.folder(name) / "secret"
+    return admin_key(read_secret(path))
+
+
+def reset(target: Target, secret_file: str, *, tiers: bool, json_output: bool) -> None:
+    """Let all replicas forget what their devices hold, and with `tiers` what lies below. Raises
+    BanyanError if one did not."""
+    addresses, _ = target.resolve()
+    with Client(addresses, admin_key_of(target.name, secret_file), RESET_S_MAX) as client:
+        replicas = client.reset_cache(tiers=tiers).replicas
+    found = [(r.replica, r.blocks, r.blocks_in_use, r.tier_blocks) for r in replicas]
+    heads = ("replica", "blocks", "blocks_in_use", "tier_blocks")
+    if json_output:
+        output.print_json({"replicas": [dict(zip(heads, one, strict=True)) for one in found]})
+        return
+    columns = ["replica", ">blocks", ">in use, not kept", ">tiers' blocks"]
+    output.table("", columns, [list(one) for one in found])
 
 
 def _refuse(disks: list[disk_tier.Of[T]]) -> None:

@@ -250,6 +250,30 @@ class ExplainResponse(_message.Message):
     decision: _common_pb2.Decision
     def __init__(self, decision: _Optional[_Union[_common_pb2.Decision, _Mapping]] = ...) -> None: ...
 
+class ResetCacheRequest(_message.Message):
+    __slots__ = ("tiers",)
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    tiers: bool
+    def __init__(self, tiers: bool = ...) -> None: ...
+
+class ResetCacheResponse(_message.Message):
+    __slots__ = ("replicas",)
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    replicas: _containers.RepeatedCompositeFieldContainer[ReplicaReset]
+    def __init__(self, replicas: _Optional[_Iterable[_Union[ReplicaReset, _Mapping]]] = ...) -> None: ...
+
+class ReplicaReset(_message.Message):
+    __slots__ = ("replica", "blocks", "blocks_in_use", "tier_blocks")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_IN_USE_FIELD_NUMBER: _ClassVar[int]
+    TIER_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    blocks: int
+    blocks_in_use: int
+    tier_blocks: int
+    def __init__(self, replica: _Optional[str] = ..., blocks: _Optional[int] = ..., blocks_in_use: _Optional[int] = ..., tier_blocks: _Optional[int] = ...) -> None: ...
+
 class TextFilesRequest(_message.Message):
     __slots__ = ("fingerprint",)
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]

@@ -64,6 +64,11 @@ class BanyanStub(object):
                 request_serializer=banyan_dot_v1_dot_api__pb2.TextFilesRequest.SerializeToString,
                 response_deserializer=banyan_dot_v1_dot_api__pb2.FileChunk.FromString,
                 _registered_method=True)
+        self.ResetCache = channel.unary_unary(
+                '/banyan.v1.Banyan/ResetCache',
+                request_serializer=banyan_dot_v1_dot_api__pb2.ResetCacheRequest.SerializeToString,
+                response_deserializer=banyan_dot_v1_dot_api__pb2.ResetCacheResponse.FromString,
+                _registered_method=True)
 
 
 class BanyanServicer(object):
@@ -111,6 +116,13 @@ class BanyanServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResetCache(self, request, context):
+        """Every replica forgets its prefix cache; for the admin key alone. UNAVAILABLE if one did not.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_BanyanServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -143,6 +155,11 @@ def add_BanyanServicer_to_server(servicer, server):
                     servicer.TextFiles,
                     request_deserializer=banyan_dot_v1_dot_api__pb2.TextFilesRequest.FromString,
                     response_serializer=banyan_dot_v1_dot_api__pb2.FileChunk.SerializeToString,
+            ),
+            'ResetCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetCache,
+                    request_deserializer=banyan_dot_v1_dot_api__pb2.ResetCacheRequest.FromString,
+                    response_serializer=banyan_dot_v1_dot_api__pb2.ResetCacheResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -307,6 +324,33 @@ class Banyan(object):
             '/banyan.v1.Banyan/TextFiles',
             banyan_dot_v1_dot_api__pb2.TextFilesRequest.SerializeToString,
             banyan_dot_v1_dot_api__pb2.FileChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/banyan.v1.Banyan/ResetCache',
+            banyan_dot_v1_dot_api__pb2.ResetCacheRequest.SerializeToString,
+            banyan_dot_v1_dot_api__pb2.ResetCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -171,6 +171,11 @@ class ReplicaStub(object):
                 request_serializer=banyan_dot_v1_dot_api__pb2.TextFilesRequest.SerializeToString,
                 response_deserializer=banyan_dot_v1_dot_api__pb2.FileChunk.FromString,
                 _registered_method=True)
+        self.ResetCache = channel.unary_unary(
+                '/banyan.v1.Replica/ResetCache',
+                request_serializer=banyan_dot_v1_dot_api__pb2.ResetCacheRequest.SerializeToString,
+                response_deserializer=banyan_dot_v1_dot_api__pb2.ReplicaReset.FromString,
+                _registered_method=True)
 
 
 class ReplicaServicer(object):
@@ -197,6 +202,13 @@ class ReplicaServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResetCache(self, request, context):
+        """Metadata as for Execute. Answers once its events say what was dropped.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ReplicaServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -214,6 +226,11 @@ def add_ReplicaServicer_to_server(servicer, server):
                     servicer.TextFiles,
                     request_deserializer=banyan_dot_v1_dot_api__pb2.TextFilesRequest.FromString,
                     response_serializer=banyan_dot_v1_dot_api__pb2.FileChunk.SerializeToString,
+            ),
+            'ResetCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetCache,
+                    request_deserializer=banyan_dot_v1_dot_api__pb2.ResetCacheRequest.FromString,
+                    response_serializer=banyan_dot_v1_dot_api__pb2.ReplicaReset.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -298,6 +315,33 @@ class Replica(object):
             '/banyan.v1.Replica/TextFiles',
             banyan_dot_v1_dot_api__pb2.TextFilesRequest.SerializeToString,
             banyan_dot_v1_dot_api__pb2.FileChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/banyan.v1.Replica/ResetCache',
+            banyan_dot_v1_dot_api__pb2.ResetCacheRequest.SerializeToString,
+            banyan_dot_v1_dot_api__pb2.ReplicaReset.FromString,
             options,
             channel_credentials,
             insecure,

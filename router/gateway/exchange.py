@@ -34,11 +34,13 @@ Headers = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Head:
-    """A request without its body. Header names are in lower case; of repeated ones the last."""
+    """A request without its body. Header names are in lower case; of repeated ones the last.
+    `query` is what follows the path's question mark."""
 
     method: str
     path: str
     headers: dict[str, str]
+    query: str = ""
 
 
 class Bodies:
@@ -226,4 +228,5 @@ def _head(request: h11.Request) -> Head:
         raise Problem(431, f"The request's head is larger than {HEAD_BYTES_MAX} bytes.")
     target = request.target.decode("ascii", "replace")
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers}
-    return Head(request.method.decode("ascii"), target.partition("?")[0], headers)
+    path, _, query = target.partition("?")
+    return Head(request.method.decode("ascii"), path, headers, query)

@@ -10,6 +10,7 @@ from seams.errors import (
     BanyanError,
     Cancelled,
     DeadlineExceeded,
+    Forbidden,
     InvalidRequest,
     ModelNotFound,
     NoReplica,
@@ -58,6 +59,7 @@ KINDS: tuple[tuple[type[BanyanError], int, str, str | None], ...] = (
     (PromptTooLong, 400, INVALID, "context_length_exceeded"),
     (InvalidRequest, 400, INVALID, None),
     (Unauthenticated, 401, "authentication_error", "invalid_api_key"),
+    (Forbidden, 403, "permission_error", "admin_key_required"),
     (ModelNotFound, 404, INVALID, "model_not_found"),
     (RequestNotFound, 404, INVALID, "request_not_found"),
     (OutOfBlocks, 400, INVALID, "out_of_blocks"),  # a retry would not fit either

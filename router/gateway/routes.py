@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
-from urllib.parse import unquote
+from urllib.parse import parse_qs, quote, unquote
 
 import h11
 
@@ -15,7 +15,7 @@ from router.gateway import fields, requests
 from router.gateway.answers import Answer, Chunks
 from router.gateway.description import description
 from router.gateway.exchange import Exchange, Head
-from router.gateway.problems import INVALID, SERVER, Problem, invalid, problem_of
+from router.gateway.problems import INVALID, Problem, invalid, problem_of
 from router.gateway.requests import Asked
 from router.placement import ModelEntry
 from router.service.api import Api
@@ -23,6 +23,9 @@ from router.text.model import TextModel
 from seams.errors import BanyanError
 
 MODELS = "/v1/models"
+RESET_TIERS = "reset_external"  # as vLLM calls it
+FLAGS = {"true": True, "1": True, "false": False, "0": False}
+REPLICA = "x-banyan-replica"  # the header that names who answered
 DECODE_IDS = 4096  # more are decoded beside the loop
 THREAD_BYTES = 64 * 1024  # larger bodies are read beside the loop, one at a time
 
@@ -99,7 +102,7 @@ class Gateway:
 
         parts = _Parts(self._api, asked, head.headers, answer.accepted, write)
         await parts.run()
-        await exchange.answer(200, answer.body(), [("x-request-id", parts.request_id)])
+        await exchange.answer(200, answer.body(), parts.headers)
 
     async def _streamed(self, exchange: Exchange, head: Head, asked: Asked) -> None:
         chunks = Chunks(asked, self._api.text_of, int(time.time()))
@@ -110,7 +113,7 @@ class Gateway:
 
         async def send(events: bytes) -> None:
             if not exchange.begun:
-                exchange.stream([("x-request-id", parts.request_id)])
+                exchange.stream(parts.headers)
             await exchange.send(events)
 
         parts = _Parts(self._api, asked, head.headers, chunks.accepted, write)
@@ -178,10 +181,19 @@ class Gateway:
         await exchange.answer(200, description())
 
     async def _reset(self, exchange: Exchange, head: Head) -> None:
-        self._known_caller(head)
+        self._api.check_admin(head.headers.get("authorization", ""))
         await exchange.body()
-        message = "Replicas cannot drop their prefix cache on request; `banyan down` ends it."
-        raise Problem(501, message, SERVER, "not_implemented")
+        reset = await self._api.reset_cache(tiers=_flag(head.query, RESET_TIERS))
+        replicas = [
+            {
+                "replica": one.replica,
+                "blocks": one.blocks,
+                "blocks_in_use": one.blocks_in_use,
+                "tier_blocks": one.tier_blocks,
+            }
+            for one in reset.replicas
+        ]
+        await exchange.answer(200, {"object": "prefix_cache_reset", "replicas": replicas})
 
 
 ROUTES: dict[str, tuple[str, Route]] = {
@@ -199,6 +211,14 @@ ROUTES: dict[str, tuple[str, Route]] = {
 def _nothing(model: str) -> api_pb2.GenerateRequest:
     """A prompt without tokens, to learn about its model."""
     return api_pb2.GenerateRequest(model=model, tokens=api_pb2.TokenIds())
+
+
+def _flag(query: str, name: str) -> bool:
+    """A flag of the query string, off without it. Raises Problem."""
+    given = parse_qs(query, keep_blank_values=True).get(name, ["false"])[-1].lower()
+    if given not in FLAGS:
+        raise invalid(f"{name} must be true or false.", name)
+    return FLAGS[given]
 
 
 async def _decoded(text: TextModel, ids: list[int]) -> str:
@@ -225,6 +245,7 @@ class _Parts:
         self._accepted = accepted
         self.write = write
         self.request_id = ""  # of the first prompt; the answer's
+        self.replica = ""  # of the prompt that began first, where it began
         self._waiting = len(asked.requests)
         self._all_whole = asyncio.Event()
 
@@ -240,6 +261,11 @@ class _Parts:
                     group.create_task(self._api.generate(request, call))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
+
+    @property
+    def headers(self) -> list[tuple[str, str]]:
+        """What the answer says beside its body, once one prompt has begun."""
+        return [("x-request-id", self.request_id), (REPLICA, quote(self.replica))]
 
     async def whole(self, part: int, request_id: str) -> None:
         """This part can be placed; returns once all can."""
@@ -270,6 +296,8 @@ class _HttpCall:
 
     async def write(self, response: api_pb2.GenerateResponse) -> None:
         """See Call."""
+        if not self._parts.replica and response.HasField("started"):
+            self._parts.replica = response.started.replica
         try:
             await self._parts.write(self._part, response)
         except (OSError, TimeoutError, h11.ProtocolError):

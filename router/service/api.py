@@ -29,6 +29,7 @@ from router.service.requests import (
     text_bytes,
     tokenize,
 )
+from router.service.resets import reset_caches
 from router.service.status import Context, abort, metadata_of
 from router.stream import ClientStream, Phase, StreamSpec
 from router.tenants import Tenant, Tenants
@@ -386,6 +387,30 @@ class Api(api_pb2_grpc.BanyanServicer):
             replicas=self._core.loads(),
             traffic=self.traffic,
         )
+
+    async def ResetCache(
+        self, request: api_pb2.ResetCacheRequest, context: Context
+    ) -> api_pb2.ResetCacheResponse:
+        """Every replica forgets its prefix cache, for whoever has the admin key."""
+        return await self._ended_with_status(context, self._reset(request, context))
+
+    async def _reset(
+        self, request: api_pb2.ResetCacheRequest, context: Context
+    ) -> api_pb2.ResetCacheResponse:
+        self.check_admin(metadata_of(context, "authorization"))
+        check_message(request)
+        return await self.reset_cache(tiers=request.tiers)
+
+    def check_admin(self, authorization: str) -> None:
+        """Raises Unauthenticated or Forbidden for any key but the cluster's admin key."""
+        self._tenants.check_admin(authorization)
+
+    async def reset_cache(self, *, tiers: bool) -> api_pb2.ResetCacheResponse:
+        """What every replica dropped; whoever calls has checked the admin key. Raises NoReplica if
+        one did not answer."""
+        note(logging.INFO, "cache reset asked for", tiers=tiers)
+        replicas = await reset_caches(self._fleet.doors(), tiers=tiers)
+        return api_pb2.ResetCacheResponse(replicas=replicas)
 
     async def TextFiles(
         self, request: api_pb2.TextFilesRequest, context: Context

@@ -22,6 +22,7 @@ from router.placement import Core, ModelEntry
 from router.service.executors import SESSION_KEY, Executor
 from router.service.logs import note
 from router.service.requests import Served
+from router.service.resets import Door
 from router.service.status import EOF, Context, abort, as_status, metadata_of
 from router.service.textcache import TextCache
 from seams.clock import Clock
@@ -43,7 +44,7 @@ KNOWN_S = 600.0  # a model without a replica is awaited for so long, then it is 
 class Session:
     """One proven Attach stream. The newest of a replica is the one in force."""
 
-    tokens: dict[str, str]  # by purpose: execute (text files too), events
+    tokens: dict[str, str]  # by purpose: execute (and unary calls), events
     hello: internal_pb2.Hello
     executor: Executor | None = None
     open: bool = True
@@ -120,6 +121,14 @@ class Fleet(internal_pb2_grpc.FleetServicer):
     def replicas(self) -> int:
         """How many replicas have a session."""
         return len(self._sessions)
+
+    def doors(self) -> list[Door]:
+        """Of every replica whose lease is not over, by name."""
+        return [
+            Door(replica, session.hello.address, session.tokens["execute"])
+            for replica, session in sorted(self._sessions.items())
+            if not session.gone
+        ]
 
     async def change(self, wait_s: float) -> bool:
         """Wait until something may have changed, and now and then anyway; False if no time is

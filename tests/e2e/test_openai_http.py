@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,6 +28,13 @@ def post(address: str, path: str, body: dict[str, Any]) -> Any:
         connection.close()
 
 
+def eventually(true: Callable[[], bool], within_s: float = 10.0) -> None:
+    end_s = time.monotonic() + within_s
+    while not true():
+        assert time.monotonic() < end_s, "did not happen in time"
+        time.sleep(0.05)
+
+
 def test_http_says_what_grpc_says(cluster) -> None:
     address = cluster.record.routers[0].http
     with Client(cluster.record.routers[0].listen, timeout_s=60) as client:
@@ -42,3 +51,30 @@ def test_http_says_what_grpc_says(cluster) -> None:
     choice = post(address, "/v1/chat/completions", chat)["choices"][0]
     tokens = "".join(entry["token"] for entry in choice["logprobs"]["content"])
     assert tokens.startswith(choice["message"]["content"]) and choice["message"]["content"]
+
+
+def test_the_admin_key_empties_every_cache(cluster) -> None:
+    """Both replicas forget; what is asked next is computed anew, to the same text."""
+    address = cluster.record.routers[0].http
+    body = {"prompt": f"A reset. {PROMPT}", "max_tokens": 8, "temperature": 0}
+    wanted = post(address, "/v1/completions", body)["choices"]
+    connection = http.client.HTTPConnection(address, timeout=60)
+    connection.request("POST", "/reset_prefix_cache")
+    assert connection.getresponse().status == 401
+    connection.close()
+    key = cluster.banyan("cache", "key").stdout.strip()
+    connection = http.client.HTTPConnection(address, timeout=60)
+    connection.request("POST", "/reset_prefix_cache", headers={"Authorization": f"Bearer {key}"})
+    reply = connection.getresponse()
+    found = json.loads(reply.read())
+    connection.close()
+    assert reply.status == 200 and len(found["replicas"]) == 2
+    assert sum(one["blocks"] for one in found["replicas"]) > 0
+    for router in cluster.record.routers:
+        with Client(router.listen, timeout_s=60) as client:
+            eventually(lambda client=client: client.cluster_state().index_blocks == 0)
+    again = post(address, "/v1/completions", body)
+    assert again["choices"] == wanted
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    shown = json.loads(cluster.banyan("cache", "reset", "--json").stdout)
+    assert sorted(one["replica"] for one in shown["replicas"]) == sorted(cluster.record.replicas)

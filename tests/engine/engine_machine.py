@@ -22,6 +22,7 @@ from seams.clock import VirtualClock
 from seams.errors import BanyanError, Cancelled, DeadlineExceeded, InternalError, OutOfBlocks
 from worker.config import EngineConfig
 from worker.engine.core import FAILED_STEPS_MAX, EngineCore
+from worker.engine.forgetting import forget_cache
 from worker.engine.messages import CacheOp, CacheOpKind, Emission, EngineRequest, Finish, StepOutput
 from worker.engine.plan import SampleRow, StepPlan
 from worker.engine.promotion import Promoter
@@ -154,8 +155,11 @@ class Machine:
 
     host_slots: Sequence[int] = (4, 10, 30)  # of each rank: one of them
 
-    def __init__(self, shape: str, seed: int, *, tiered: bool = False) -> None:
+    def __init__(
+        self, shape: str, seed: int, *, tiered: bool = False, resets: bool = False
+    ) -> None:
         self.seed = seed
+        self.resets = resets
         self.random = random.Random(f"{shape}/{seed}")
         self.clock = VirtualClock()
         block_tokens = self.random.choice([1, 2, 4, 4, 8, 16])
@@ -257,6 +261,14 @@ class Machine:
             cache.clear()
         else:
             cache.evict([pool.free + 2 for pool in self.core.memory.pools])
+
+    def reset(self) -> None:
+        """The cache forgets all: what runs goes on, exact as ever."""
+        forgotten = forget_cache(self.core.scheduler)
+        self.core.check_integrity()
+        assert not any(op.keys for op in self.core.snapshot() if not op.tier)
+        self.counts["forgotten"] += forgotten.blocks
+        self.counts["in use"] += forgotten.in_use
 
     def step(self) -> None:
         faulty_step = self.model.fault is not None or self.sampler_fault
@@ -369,6 +381,9 @@ class Machine:
         if self.tiers is not None:
             operations.append(self.tiers.trouble)
             weights.append(1)
+        if self.resets:
+            operations.append(self.reset)
+            weights.append(2)
         for index in range(steps):
             while self.random.random() < 0.4:
                 (operation,) = self.random.choices(operations, weights)

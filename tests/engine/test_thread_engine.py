@@ -13,7 +13,14 @@ from seams.errors import Cancelled, DeadlineExceeded, InternalError, InvalidRequ
 from worker.config import EngineConfig
 from worker.engine.client import EngineClient
 from worker.engine.core import EngineCore
-from worker.engine.messages import CacheOp, Emission, Finish, StepOutput
+from worker.engine.messages import (
+    CacheOp,
+    CacheOpKind,
+    Emission,
+    Finish,
+    Forgotten,
+    StepOutput,
+)
 from worker.engine.thread import ThreadEngine
 from worker.models.fake import fake_model
 
@@ -295,3 +302,28 @@ def test_a_failing_listener_is_a_failing_loop(caplog: pytest.LogCaptureFixture) 
         run.listener.wait_last("a", "b")
         assert run.engine.load().stalled
         assert len(run.listener.lasts("a")) == len(run.listener.lasts("b")) == 1
+
+
+def test_a_reset_of_the_cache_says_what_went_before_it_answers() -> None:
+    with started() as run:
+        run.engine.submit(request("a", tokens(40), max_tokens=4))
+        run.listener.wait_last("a")
+        said: list[tuple[Forgotten, int]] = []
+        answered = threading.Event()
+        removed: list[CacheOp] = []
+        listen = run.engine._on_step
+
+        def heard(output: StepOutput) -> None:
+            removed.extend(op for op in output.cache_ops if op.kind is CacheOpKind.REMOVED)
+            listen(output)
+
+        def done(forgotten: Forgotten) -> None:
+            said.append((forgotten, sum(len(op.keys) for op in removed)))
+            answered.set()
+
+        run.engine._on_step = heard
+        run.engine.forget_cache(done)
+        assert answered.wait(WAIT_S)
+        ((forgotten, keys),) = said
+        assert forgotten.blocks >= keys >= 40 // BLOCK and forgotten.in_use == 0
+        assert run.engine.load().blocks_cached == 0

@@ -14,6 +14,7 @@ REQUESTS = (
     api_pb2.ClusterStateRequest,
     api_pb2.ExplainRequest,
     api_pb2.TextFilesRequest,
+    api_pb2.ResetCacheRequest,
     internal_pb2.AttachUp,
     internal_pb2.EventBatch,
     internal_pb2.ExecuteUp,

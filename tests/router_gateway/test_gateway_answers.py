@@ -105,6 +105,7 @@ def test_every_error_has_a_status_and_says_when_to_retry() -> None:
         "InvalidRequest": (400, None),
         "PromptTooLong": (400, "context_length_exceeded"),
         "Unauthenticated": (401, "invalid_api_key"),
+        "Forbidden": (403, "admin_key_required"),
         "ModelNotFound": (404, "model_not_found"),
         "RequestNotFound": (404, "request_not_found"),
         "Overloaded": (429, "rate_limit_exceeded"),

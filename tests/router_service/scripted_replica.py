@@ -94,6 +94,7 @@ class Script:
     before_token: Callable[[ScriptedReplica, internal_pb2.Submit, int], None] | None = None
     reply: Callable[[internal_pb2.Submit], list[internal_pb2.Emission]] | None = None
     fetchable: bool = True
+    resets: Callable[[api_pb2.ResetCacheRequest], api_pb2.ReplicaReset] | None = None
 
 
 @dataclass
@@ -253,6 +254,12 @@ class ScriptedReplica(internal_pb2_grpc.ReplicaServicer):
             half = len(data) // 2
             yield api_pb2.FileChunk(name=name, data=data[:half])
             yield api_pb2.FileChunk(name=name, data=data[half:], last=True)
+
+    async def ResetCache(self, request: Any, context: Any) -> api_pb2.ReplicaReset:
+        assert dict(context.invocation_metadata())["banyan-session"] in self.tokens
+        if self.script.resets is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
+        return self.script.resets(request)
 
     async def Execute(self, requests: AsyncIterator[Any], context: Any) -> None:
         if dict(context.invocation_metadata()).get("banyan-session") not in self.tokens:

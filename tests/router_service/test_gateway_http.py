@@ -200,8 +200,6 @@ def test_models_tokens_and_health() -> None:
             assert outside.status == 400 and outside.error["param"] == "tokens"
             await running.until(lambda: running.server._ready)
             assert (await call(address, "GET", "/health")).status == 200
-            reset = await call(address, "POST", "/reset_prefix_cache")
-            assert reset.status == 501 and reset.error["code"] == "not_implemented"
             described = (await call(address, "GET", "/openapi.json")).json
             assert described["openapi"].startswith("3.1") and CHAT in described["paths"]
             assert (await call(address, "GET", "/nothing")).error["code"] == "unknown_url"

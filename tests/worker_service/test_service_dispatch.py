@@ -23,6 +23,7 @@ from worker.engine.messages import (
     EngineLoad,
     EngineRequest,
     Finish,
+    Forgotten,
     StepOutput,
 )
 from worker.engine.sampling import SamplingParams
@@ -56,6 +57,8 @@ class RecordingEngine:
         return EngineLoad()
 
     def snapshot(self, done: Callable[[tuple[CacheOp, ...]], None]) -> None: ...
+
+    def forget_cache(self, done: Callable[[Forgotten], None]) -> None: ...
 
     def stop(self) -> None: ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from worker.engine.messages import CacheOp, EngineLoad, EngineRequest, StepOutput
+from worker.engine.messages import CacheOp, EngineLoad, EngineRequest, Forgotten, StepOutput
 
 OnStep = Callable[[StepOutput], None]
 """Called on the engine's thread after each step that made something visible; must not block."""
@@ -42,6 +42,12 @@ class EngineClient(Protocol):
     def snapshot(self, done: Callable[[tuple[CacheOp, ...]], None]) -> None:
         """Between two steps, call `done` (on the engine's thread) with STORED ops for all cached
         full blocks, parents first; ops of later StepOutputs apply on top of it."""
+        ...
+
+    def forget_cache(self, done: Callable[[Forgotten], None]) -> None:
+        """Between two steps, empty the prefix cache (worker/engine/forgetting.py): a StepOutput
+        says what was removed, then `done` is called on the engine's thread. Never called if the
+        engine stops or fails first."""
         ...
 
     def stop(self) -> None:

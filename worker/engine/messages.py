@@ -107,6 +107,15 @@ class CacheOp:
     tier: int = 0
 
 
+@dataclass(frozen=True)
+class Forgotten:
+    """What a reset of the prefix cache came to, in blocks of group 0: those that the cache had, and
+    how many of them running requests go on using."""
+
+    blocks: int
+    in_use: int
+
+
 @dataclass
 class Compacted:
     """What retention came to, since the start."""

@@ -254,6 +254,14 @@ class RadixCache:
         while (node := self._tree.recency.oldest()) is not None:
             self._tree.drop(node, node.end)
 
+    def forget(self) -> None:
+        """`clear`, but `leaving` is told nothing: nobody is to keep a copy."""
+        leaving, self._tree.leaving = self._tree.leaving, None
+        try:
+            self.clear()
+        finally:
+            self._tree.leaving = leaving
+
     def take_ops(self) -> list[CacheOp]:
         """What was stored and removed since the last call: full blocks, parents stored first."""
         return self._tree.log.take()

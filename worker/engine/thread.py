@@ -15,12 +15,14 @@ from dataclasses import replace
 from seams.errors import BanyanError, Cancelled, InvalidRequest, NoReplica
 from worker.engine.client import OnStep
 from worker.engine.core import EngineCore
+from worker.engine.forgetting import forget_cache
 from worker.engine.messages import (
     CacheOp,
     Emission,
     EngineLoad,
     EngineRequest,
     Finish,
+    Forgotten,
     StepOutput,
 )
 
@@ -84,6 +86,11 @@ class ThreadEngine:
         """Between two steps, call `done` on the engine's thread with all cached full blocks."""
         self._post(lambda core: done(core.snapshot()))
 
+    def forget_cache(self, done: Callable[[Forgotten], None]) -> None:
+        """Between two steps, empty the prefix cache, say so, then call `done` on the engine's
+        thread."""
+        self._post(lambda core: self._forget(core, done))
+
     def stop(self) -> None:
         """End what is live as Cancelled, stop and join the thread. Safe to repeat."""
         with self._changed:
@@ -133,6 +140,13 @@ class ThreadEngine:
         if output is not None:
             self._deliver(output)
         return True
+
+    def _forget(self, core: EngineCore, done: Callable[[Forgotten], None]) -> None:
+        forgotten, cache = forget_cache(core.scheduler), core.memory.cache
+        self._load = core.load()
+        ops = tuple(cache.take_ops()) if cache is not None else ()
+        self._deliver(StepOutput(self._load.steps, (), ops, self._load))
+        done(forgotten)
 
     def _until_deadline_s(self) -> float | None:
         deadline_s = self._core.next_deadline_s()

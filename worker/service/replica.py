@@ -32,6 +32,7 @@ from worker.service.hello import build_hello, served_roots
 from worker.service.links import Links
 from worker.service.listener import Listener
 from worker.service.progress import ProgressWatch
+from worker.service.resets import CacheResets
 from worker.service.router_link import LinkContext
 from worker.service.server import Identity, ReplicaService
 from worker.service.sessions import Sessions
@@ -56,7 +57,7 @@ class ReplicaParts:
     blocks: tuple[int, ...]
     text_files: Mapping[str, bytes]
     clock: Clock
-    tiers: TieredStore | None = None  # the engine's, which closes it; here only asked for figures
+    tiers: TieredStore | None = None  # the engine's, which closes it; here read and cleared
 
 
 def new_epoch() -> int:
@@ -173,8 +174,9 @@ class Replica:
         self._base = parts.engine.load()
         identity = Identity(config.replica, self.epoch, self._secret)
         roots = {served.root_id: served for served in self._served}
+        resets = CacheResets(config.replica, parts.engine, parts.tiers)
         service = ReplicaService(
-            identity, self._dispatcher, sessions, roots, parts.text_files, parts.clock
+            identity, self._dispatcher, sessions, roots, parts.text_files, parts.clock, resets
         )
         self.address = advertised(config, await self._listener.open(service))
         self._links = Links(config.routers, self._link_context(sessions, priors))

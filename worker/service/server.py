@@ -1,4 +1,4 @@
-"""The replica's gRPC services: Execute, Stream, TextFiles. Token ids only; text is files here."""
+"""The replica's gRPC service, token ids only: Execute, Stream, TextFiles, ResetCache."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from seams.trailers import trailing
 from worker.engine.messages import EngineRequest
 from worker.service.convert import Roots, submitted, ticketed
 from worker.service.dispatch import Dispatcher, FrameStream
+from worker.service.resets import CacheResets
 from worker.service.sessions import Sessions
 from worker.service.tickets import open_ticket
 
@@ -81,8 +82,10 @@ class ReplicaService(internal_pb2_grpc.ReplicaServicer):
         roots: Roots,
         text_files: Mapping[str, bytes],
         clock: Clock,
+        resets: CacheResets,
     ) -> None:
         self._identity = identity
+        self._resets = resets
         self._dispatcher = dispatcher
         self._sessions = sessions
         self._roots = roots
@@ -208,3 +211,18 @@ class ReplicaService(internal_pb2_grpc.ReplicaServicer):
                 part = content[start : start + CHUNK_BYTES]
                 last = start + CHUNK_BYTES >= len(content)
                 yield api_pb2.FileChunk(name=name, data=part, last=last)
+
+    async def ResetCache(
+        self, request: api_pb2.ResetCacheRequest, context: Context
+    ) -> api_pb2.ReplicaReset:
+        """Drop what the caches hold, for a router, which has seen the admin key."""
+        if not self._sessions.valid(_session_of(context)):
+            await _abort(context, Unauthenticated("This call belongs to no attached session."))
+        try:
+            check_message(request)
+            return await self._resets.run(tiers=request.tiers)
+        except BanyanError as error:
+            failure = error
+        except Exception as error:
+            failure = _unexpected(error)
+        await _abort(context, failure)
