@@ -7,12 +7,9 @@ Times, lengths and everything a router sees stay in real tokens.
 
 from __future__ import annotations
 
-import gzip
-import json
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from kvstore.keys import BlockKey, ChainSpec, RootId, chain, root
 from seams.errors import InvalidRequest
@@ -106,6 +103,13 @@ class Workload:
         """The first requests alone."""
         return replace(self, requests=self.requests[:count])
 
+    def from_zero(self) -> Workload:
+        """The same requests in the order of their arrival, the first one at 0."""
+        ordered = sorted(self.requests, key=lambda r: r.at_s)
+        first_s = ordered[0].at_s if ordered else 0.0
+        moved = (replace(r, number=i, at_s=r.at_s - first_s) for i, r in enumerate(ordered))
+        return replace(self, requests=tuple(moved))
+
     def spread(self, seed: int) -> Workload:
         """Arrivals that share a moment spread at random up to the next one: traces are rounded to
         seconds, and users are not."""
@@ -136,37 +140,6 @@ def request_of(
     )
 
 
-def read_mooncake(path: Path, grain: Grain, requests_max: int | None = None) -> Workload:
-    """A trace of Mooncake's format (.jsonl or .jsonl.gz): timestamp in ms, input_length,
-    output_length, hash_ids of 512-token blocks. Raises InvalidRequest for another one."""
-    if grain.block_tokens != TRACE_BLOCK_TOKENS:
-        raise InvalidRequest(f"The trace's blocks have {TRACE_BLOCK_TOKENS} tokens.")
-    requests: list[SimRequest] = []
-    try:
-        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
-            for line in lines:
-                if len(requests) == requests_max:
-                    break
-                requests.append(_traced(grain, len(requests), json.loads(line)))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidRequest(f"{path} is no trace of Mooncake's format: {error}") from error
-    if not requests:
-        raise InvalidRequest(f"{path} has no requests.")
-    longest = max(request.output_tokens for request in requests)
-    return Workload(grain, tuple(requests), longest)
-
-
-def _traced(grain: Grain, number: int, written: dict[str, object]) -> SimRequest:
-    ids, tokens = written["hash_ids"], int(str(written["input_length"]))
-    if not isinstance(ids, list) or not 0 < tokens <= TRACE_BLOCK_TOKENS * len(ids):
-        raise ValueError("hash_ids do not cover input_length")
-    per = grain.block_cells
-    cells = [hash_id * per + at for hash_id in ids for at in range(per)][: grain.cells(tokens)]
-    output = max(1, int(str(written["output_length"])))
-    at_s = float(str(written["timestamp"])) / 1000
-    return request_of(grain, number, at_s, cells, tokens, output)
-
-
 def chats(
     users: int, groups: int, turns: int, seed: int, *, grain: Grain | None = None,
     rate: float = 4.0, system_tokens: int = 4096, turn_tokens: int = 512,
@@ -175,7 +148,7 @@ def chats(
     """Conversations that share their group's system prompt; users come at random, `rate` a second,
     and ask again about `think_s` after they asked."""
     grain, rng = grain or Grain(), random.Random(seed)
-    made = _Cells(grain)
+    made = Cells(grain)
     systems = [made.take(system_tokens) for _ in range(groups)]
     drafts: list[tuple[float, list[int], int, str]] = []
     begins_s = 0.0
@@ -202,7 +175,7 @@ def _workload(
     return Workload(grain, requests, max_tokens)
 
 
-class _Cells:
+class Cells:
     """New cells that nobody else has."""
 
     def __init__(self, grain: Grain) -> None:

@@ -26,7 +26,8 @@ from simulate.plot import write_page
 from simulate.policies.cost import Wrong
 from simulate.policies.registry import OURS, POLICIES, policy_of
 from simulate.rows import rows_of
-from simulate.workload import Grain, Workload, chats, read_mooncake
+from simulate.traces import read_trace
+from simulate.workload import Grain, Workload, chats
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def _say(case: Case, figures: Figures, number: int, of: int) -> None:
 
 def _workload(asked: Asked) -> Workload:
     if asked.trace:
-        return read_mooncake(Path(asked.trace), Grain(), asked.requests or None)
+        return read_trace(Path(asked.trace).expanduser(), Grain(), asked.requests or None)
     made = chats(users=max(1, (asked.requests or 2000) // 4), groups=16, turns=4, seed=1)
     return made.first(asked.requests) if asked.requests else made
 

@@ -8,7 +8,9 @@ import typer
 
 
 def simulate(
-    trace: Annotated[str, typer.Option(help="Mooncake's format; default: made-up chats.")] = "",
+    trace: Annotated[
+        str, typer.Option(help="Mooncake's or Azure's format; default: made-up chats.")
+    ] = "",
     requests: Annotated[int, typer.Option(help="Only the first so many; 0 = all.")] = 0,
     replicas: Annotated[int, typer.Option(help="How many replicas.")] = 8,
     routers: Annotated[int, typer.Option(help="Unsynchronised routers.")] = 1,

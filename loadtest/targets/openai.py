@@ -22,6 +22,7 @@ from seams.errors import (
 )
 
 PATHS = {Form.CHAT: "/chat/completions", Form.TEXT: "/completions", Form.IDS: "/completions"}
+REPLICA = "x-banyan-replica"  # of our gateway: where the answer began
 DONE = b"[DONE]"
 WORDS_OF = ("content", "reasoning_content", "reasoning")  # of a chat's delta
 SENTENCE_CHARACTERS_MAX = 300
@@ -137,6 +138,7 @@ class OpenAiTarget:
             return Ended(
                 int(usage["prompt_tokens"]), None if cached is None else int(cached),
                 int(usage["completion_tokens"]),
+                replica=answer.headers.get(REPLICA, ""),
                 request_id=answer.headers.get("x-request-id", ""),
             )  # fmt: skip
         except (AttributeError, LookupError, TypeError, ValueError):

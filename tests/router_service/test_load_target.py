@@ -6,12 +6,14 @@ import asyncio
 from contextlib import aclosing
 
 import pytest
+from http_calls import post
 from loopback_cluster import cluster, run
 from scripted_replica import Script, ScriptedReplica
 
 from banyan.v1 import internal_pb2
 from loadtest.targets.base import Ask, Ended, Form, Heard, Piece, as_ids, as_text
 from loadtest.targets.grpc import GrpcTarget
+from loadtest.targets.openai import OpenAiTarget
 from loadtest.workloads.base import Message
 from seams.errors import ModelNotFound
 
@@ -109,5 +111,21 @@ def test_another_model_is_not_found() -> None:
             with pytest.raises(ModelNotFound, match="Name one of the served models with --model: "):
                 await target.open()
             await target.aclose()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("form", [Form.CHAT, Form.TEXT])
+def test_our_gateway_says_which_replica_answered(form: Form) -> None:
+    async def scenario() -> None:
+        async with cluster(Script(), http="127.0.0.1:0") as c:
+            target = OpenAiTarget(f"http://{c.server.http}/v1", form=form)
+            await target.open()
+            async with aclosing(target.ask(ASK)) as stream:
+                ended = [event async for event in stream][-1]
+            assert isinstance(ended, Ended) and ended.replica == "w0" and ended.output_tokens == 6
+            await target.aclose()
+            whole = await post(c.server.http, "/v1/completions", {"prompt": "x", "max_tokens": 2})
+            assert whole.headers["x-banyan-replica"] == "w0"
 
     run(scenario())

@@ -18,7 +18,7 @@ from simulate.fit import constants, fit, read_run
 from simulate.policies.registry import policy_of
 from simulate.rows import rows_of
 from simulate.steptime import StepTime
-from simulate.workload import Grain, Workload, chats, read_mooncake, request_of
+from simulate.workload import Grain, Workload, chats, request_of
 
 RUNNER = CliRunner()
 
@@ -46,7 +46,7 @@ def test_the_command_prints_rows_and_writes_them(tmp_path: Path) -> None:
     ("options", "said"),
     [
         (["--policies", "fastest"], "no policy fastest"),
-        (["--trace", "nowhere.jsonl"], "no trace"),
+        (["--trace", "nowhere.jsonl"], "cannot be read"),
         (["--kill", "soon"], "SECONDS:REPLICA"),
         (["--kill", "120:9"], "none of 8 replicas"),
         (["--kill", "nan:0"], "no moment"),
@@ -63,20 +63,7 @@ def test_what_is_asked_wrongly_is_one_sentence(options: list[str], said: str) ->
     assert said in answer.exception.message
 
 
-def test_a_trace_is_read_to_the_token(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text(
-        '{"timestamp": 0, "input_length": 1100, "output_length": 7, "hash_ids": [0, 1, 2]}\n'
-        '{"timestamp": 3000, "input_length": 1024, "output_length": 0, "hash_ids": [0, 1]}\n'
-    )
-    workload = read_mooncake(path, Grain(512, 64))
-    first, second = workload.requests
-    assert (first.prompt_tokens, len(first.cells), len(first.keys)) == (1100, 18, 2)
-    assert second.keys == first.keys and second.output_tokens == 1 and second.at_s == 3.0
-    assert workload.unique_blocks() == 2
-    path.write_text('{"timestamp": 0, "input_length": 1100, "hash_ids": [0]}\n')
-    with pytest.raises(InvalidRequest, match="no trace"):
-        read_mooncake(path, Grain(512, 64))
+def test_a_block_is_whole_cells() -> None:
     with pytest.raises(InvalidRequest, match="whole number"):
         Grain(512, 100)
 
