@@ -105,7 +105,11 @@ def test_logits_are_those_of_the_rows_asked_for(name: str) -> None:
     assert bool(every.isfinite().all()) and every.std() > 0.1
     assert len({tuple(row[:8].tolist()) for row in every}) > 100
     rows = [149, 0, 3, 149, 77]
-    assert torch.equal(model.execute(plan(tables, PROMPT, 0, rows)), every[rows])
+    some = model.execute(plan(tables, PROMPT, 0, rows))
+    if name.startswith("torch"):  # its products may sum in another order for fewer rows
+        torch.testing.assert_close(some, every[rows], rtol=1e-5, atol=1e-5)
+    else:
+        assert torch.equal(some, every[rows])
     none = model.execute(plan(tables, PROMPT, 0, []))
     assert none.shape == (0, model.spec.vocab_tokens)
 

@@ -15,59 +15,86 @@ constexpr int SHORT_ROWS = 5;                // x half a panel = 10 accumulators
 constexpr int WHOLE_ROWS = 2;                // up to so many rows, a panel at once = 8
 constexpr size_t WIDENED_BYTES = 256 << 10;  // of rows, so that they stay in the L2 cache
 
+// Its loop has to be unrolled early: GCC 12 keeps sums that an index still names in memory, at half the
+// speed, wherever it does not inline the tile.
+template <int ROWS>
+INLINE void short_fma(v16 (&acc)[ROWS], v16 weights, const float* a, int depth) {
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++) acc[r] = fma(weights, splat(a[(ptrdiff_t)r * depth]), acc[r]);
+}
+
 // Adds the products of 16 outputs' weights of STEP entries and ROWS rows, `depth` apart.
 template <int ROWS>
 INLINE void short_mac(v16 (&acc)[ROWS], const float* w, const float* a, int depth) {
-  const v16 weights = load(w);
-  for (int r = 0; r < ROWS; r++) acc[r] = fma(weights, splat(a[(ptrdiff_t)r * depth]), acc[r]);
+  short_fma(acc, load(w), a, depth);
 }
 template <int ROWS>
 INLINE void short_mac(v16 (&acc)[ROWS], const bf16* w, const float* a, int depth) {
-  const v16 even = floats(load_as<u16>(w) << 16);
-  for (int r = 0; r < ROWS; r++) acc[r] = fma(even, splat(a[(ptrdiff_t)r * depth]), acc[r]);
+  short_fma(acc, floats(load_as<u16>(w) << 16), a, depth);
   asm volatile("" ::: "memory");  // load them again: registers are for the sums
-  const v16 odd = floats(load_as<u16>(w) & 0xffff0000u);
-  for (int r = 0; r < ROWS; r++) acc[r] = fma(odd, splat(a[(ptrdiff_t)r * depth + 1]), acc[r]);
+  short_fma(acc, floats(load_as<u16>(w) & 0xffff0000u), a + 1, depth);
 }
 
-// `sums` of ROWS rows (`depth` apart) and HALVES halves of a panel that begins at `w`. Weights come
-// from memory, AHEAD bytes ahead of their use (ALONE); or they are near, and the tile brings a line
-// of the `next` panel a step into the L2 cache, if that is not nullptr, while it computes.
-template <class E, int ROWS, int HALVES, bool ALONE>
-inline void short_tile(const float* a, int depth, const E* w, const char* next, v16* sums) {
+// `sums` of ROWS rows (`depth` apart) and a whole panel that begins at `w`, whose weights come from
+// memory, AHEAD bytes ahead of their use.
+template <class E, int ROWS>
+inline void short_stream(const float* a, int depth, const E* w, float* sums) {
   constexpr int STEP = Num<E>::STEP;
-  v16 acc[HALVES][ROWS] = {};
+  v16 acc[2][ROWS] = {};
   for (int k = 0; k < depth; k += STEP) {
     const E* at = w + (size_t)k * PANEL;
-    if (ALONE) {
-      for (size_t b = 0; b < PANEL * STEP * sizeof(E); b += 64) __builtin_prefetch((const char*)at + b + AHEAD);
-    } else if (next != nullptr) {
-      __builtin_prefetch(next, 0, 2);
-      next += 64;
-    }
-    for (int c = 0; c < HALVES; c++) short_mac(acc[c], at + c * 16 * STEP, a + k, depth);
+    for (size_t b = 0; b < PANEL * STEP * sizeof(E); b += 64) __builtin_prefetch((const char*)at + b + AHEAD);
+    for (int c = 0; c < 2; c++) short_mac(acc[c], at + c * 16 * STEP, a + k, depth);
   }
-  for (int c = 0; c < HALVES; c++)
-    for (int r = 0; r < ROWS; r++) sums[c * ROWS + r] = acc[c][r];
+  for (int c = 0; c < 2; c++)
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++) store(sums + 16 * (c * ROWS + r), acc[c][r]);
 }
 
-// One of the `tiles` of rows that use a panel. The first two passes over halves of it bring the
-// halves of the next one: without that, a panel's first tile waits for memory and its others leave
-// memory idle.
+// `sums` of ROWS rows and half a panel, whose weights are near. While it computes it brings LINES
+// lines of what is at `next` every two steps into the L2 cache.
+template <class E, int ROWS, int LINES>
+inline void short_tile(const float* a, int depth, const E* w, const char* next, float* sums) {
+  constexpr int STEP = Num<E>::STEP;
+  v16 acc[ROWS] = {};
+  for (int k = 0; k < depth; k += 2 * STEP) {
+    const E* at = w + (size_t)k * PANEL;
+    if constexpr (LINES > 0) __builtin_prefetch(next, 0, 2);
+    short_mac(acc, at, a + k, depth);
+    if constexpr (LINES > 1) __builtin_prefetch(next + 64, 0, 2);
+    next += 64 * LINES;
+    short_mac(acc, at + PANEL * STEP, a + k + STEP, depth);
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++) store(sums + 16 * r, acc[r]);
+}
+
+template <class E, int ROWS, int LINES>
+inline void short_halves(const float* a, int depth, const E* w, const char* next, size_t each, float* sums) {
+  short_tile<E, ROWS, LINES>(a, depth, w, next, sums);
+  short_tile<E, ROWS, LINES>(a, depth, w + 16 * Num<E>::STEP, next + each, sums + 16 * ROWS);
+}
+
+// One of the `tiles` of rows that use a panel. The first two bring the next panel, evenly while they
+// compute: without that a panel's first tile waits for memory and its others leave memory idle.
 template <class E, int ROWS, class Emit>
 inline void short_panel(const float* a, int row, int depth, const E* w, int panel, int tile, int tiles,
                         Emit& emit) {
-  v16 sums[2 * ROWS];
+  alignas(64) float sums[2 * ROWS * 16];
   if constexpr (ROWS <= WHOLE_ROWS) {
-    short_tile<E, ROWS, 2, true>(a, depth, w, nullptr, sums);
+    short_stream<E, ROWS>(a, depth, w, sums);
   } else {
     const char* next = (const char*)(w + (size_t)PANEL * depth);
     const size_t half = sizeof(E) * PANEL / 2 * depth;
-    short_tile<E, ROWS, 1, false>(a, depth, w, tile < 2 ? next + tile * half : nullptr, sums);
-    short_tile<E, ROWS, 1, false>(a, depth, w + 16 * Num<E>::STEP, tiles == 1 ? next + half : nullptr,
-                                  sums + ROWS);
+    if (tiles == 1) {
+      short_halves<E, ROWS, 2>(a, depth, w, next, half, sums);
+    } else if (tile < 2) {
+      short_halves<E, ROWS, 1>(a, depth, w, next + tile * half, half / 2, sums);
+    } else {
+      short_halves<E, ROWS, 0>(a, depth, w, next, 0, sums);
+    }
   }
-  for (int r = 0; r < ROWS; r++) emit(row + r, panel, sums[r], sums[ROWS + r]);
+  for (int r = 0; r < ROWS; r++) emit(row + r, panel, load(sums + 16 * r), load(sums + 16 * (ROWS + r)));
 }
 
 template <class E, int ROWS, class Emit>
