@@ -34,6 +34,7 @@ CONTENT_BYTES = 16
 META_BYTES_MAX = 64 << 20
 BLOCKS_MAX = 1 << 20
 HOST_SHARE_MAX = 0.5  # of host memory that one object may take
+DISCARDED_AT_ONCE = 64  # parts, of which each may be megabytes that a server has to free
 _HEAD = Struct("<4sII16sI")  # magic, bytes of meta, blocks of a group, content, checksum
 
 Blocks = Sequence[Sequence[Sequence[memoryview]]]
@@ -87,39 +88,60 @@ class Objects:
 
     # --- down --------------------------------------------------------------------------------
 
+    def fits(self, meta_bytes: int, blocks: int) -> bool:
+        """Whether `put` takes an object of this size: not more than HOST_SHARE_MAX of host memory,
+        a meta of META_BYTES_MAX and BLOCKS_MAX blocks of a group."""
+        most = HOST_SHARE_MAX * self._store.host.stats().bytes_max
+        sized = meta_bytes <= META_BYTES_MAX and blocks <= BLOCKS_MAX
+        return sized and self._host_bytes(meta_bytes, blocks) <= most
+
     def put(self, name: ObjectName, meta: bytes, blocks: Blocks = ()) -> bool:
         """Keep a copy of an object; nothing of the caller's is mutated or needed afterwards.
         `blocks`: equally many of every group, or () for none.
 
-        False if it is not in host memory afterwards: it takes more than HOST_SHARE_MAX of it, there
-        was no room, or one of this name with other content is on its way down this moment. Else
-        that one is replaced, here: lower tiers keep what they have until they lose it.
+        False if it is not in host memory afterwards: it does not fit, there was no room, or one of
+        this name with other content is on its way down this moment. Else that one is replaced,
+        here: lower tiers keep what they have until they lose it.
         """
         per_group: Blocks = blocks or [()] * len(self._groups)
         count = len(per_group[0])
         assert len(per_group) == len(self._groups) and {len(b) for b in per_group} == {count}
-        assert len(meta) <= META_BYTES_MAX and count <= BLOCKS_MAX
-        content = _content(meta, per_group)
+        if not self.fits(len(meta), count):
+            return False
+        kept, views = self._parts(name, meta, per_group)
+        self._replace(kept[-1], views[-1])
+        self._store.demote(kept, views)
+        return all(self._store.host.lookup(kept, 0.0))
+
+    def discard(self, name: ObjectName, meta: bytes, blocks: Blocks = ()) -> None:
+        """Have every tier forget the head of this name and all parts of this content: the next
+        `put` of it writes it anew, and its time to live begins again. Waits for the tiers, so it is
+        for tools and not for an engine's thread; best effort, as a tier's `discard` is."""
+        names, _ = self._parts(name, meta, blocks or [()] * len(self._groups))
+        for tier in (self._store.host, *(queue.tier for queue in self._store.lower.values())):
+            for at in range(0, len(names), DISCARDED_AT_ONCE):
+                tier.discard(names[at : at + DISCARDED_AT_ONCE])
+
+    def _parts(
+        self, name: ObjectName, meta: bytes, blocks: Blocks
+    ) -> tuple[list[BlockName], list[memoryview]]:
+        """What it consists of, with the bytes of each. The head is last: the least recently used of
+        an object, so that no head outlives its blocks."""
+        count, content = len(blocks[0]), _content(meta, blocks)
         names = self._block_names(name, content, count)
-        views = [view for group in per_group for ranks in group for view in ranks]
         flat = [part for group in names for ranks in group for part in ranks]
+        views = [view for group in blocks for ranks in group for view in ranks]
         head = _HEAD.pack(MAGIC, len(meta), count, content, _checksum(meta))
         parts = _cut(head + meta, self._part_bytes)
         meta_names = self._meta_names(name, content, len(parts))
-        if not self._fits(len(parts), count):
-            return False
-        self._replace(meta_names[0], parts[0])
-        # Heads last: the least recently used of an object, so that no head outlives its blocks.
-        kept = [*flat, *reversed(meta_names)]
-        self._store.demote(kept, [*views, *reversed(parts)])
-        return all(self._store.host.lookup(kept, 0.0))
+        return [*flat, *reversed(meta_names)], [*views, *reversed(parts)]
 
-    def _fits(self, parts: int, blocks: int) -> bool:
-        """Whether so many parts and blocks are no more than an object may take."""
+    def _host_bytes(self, meta_bytes: int, blocks: int) -> int:
+        """What an object of this size takes of host memory."""
         slots = [-(-self._store.record_bytes(g) // SLOT_ALIGNMENT) for g in self._groups]
         each = sum(slot * group.ranks for slot, group in zip(slots, self._groups, strict=True))
-        total = SLOT_ALIGNMENT * (parts * slots[0] + blocks * each)
-        return total <= HOST_SHARE_MAX * self._store.host.stats().bytes_max
+        parts = -(-(_HEAD.size + meta_bytes) // self._part_bytes)
+        return SLOT_ALIGNMENT * (parts * slots[0] + blocks * each)
 
     def _replace(self, head: BlockName, content: memoryview) -> None:
         """Forget an object of this name in host memory that says other things."""
@@ -151,9 +173,14 @@ class Objects:
         return self._complete(finding, at, head)
 
     def meta(self, finding: Finding, at: int) -> bytes | None:
-        """The meta of the name `at`; None as long as it is not here, or if there is none."""
+        """The meta of the name `at`; None as long as it is not here, or if there is none. Empty
+        after `let_go`."""
         self.place(finding, at)
         return finding.metas.get(at)
+
+    def let_go(self, finding: Finding) -> None:
+        """Nobody asks for its metas again, which may be megabytes each: they are not kept."""
+        finding.metas = dict.fromkeys(finding.metas, b"")
 
     def block_count(self, finding: Finding, at: int) -> int:
         """How many blocks of each group an object has whose meta is here."""
@@ -240,15 +267,17 @@ class Objects:
         ]
 
     def _read_head(self, finding: Finding, at: int) -> _Head | None:
-        """The head that host memory has of the name `at`; if it is none, there is no object."""
+        """The head that host memory has of the name `at`; if it is none, or one of an object that
+        could never be here whole, there is no object: its parts would only push out each other."""
         (name,) = finding.heads.rows[0].names[at]
         view = memoryview(bytearray(self._part_bytes))
         (status,) = self._store.load([name], [view])
         head = _parsed(bytes(view)) if status is Status.OK else None
-        if head is None:
+        room = self._store.host.stats().bytes_max
+        if head is None or self._host_bytes(head.meta_bytes, head.blocks) > room:
             finding.heads.places[0][at] = Place.ABSENT
-        else:
-            finding.read[at] = head
+            return None
+        finding.read[at] = head
         return head
 
     def _complete(self, finding: Finding, at: int, head: _Head) -> Place:

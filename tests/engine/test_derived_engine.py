@@ -5,6 +5,7 @@ import logging
 import random
 import time
 from collections.abc import Sequence
+from struct import Struct
 
 import pytest
 from dict_tier import DictTier
@@ -20,6 +21,7 @@ from kvstore.tiers.queue import TierQueue
 from seams.clock import SystemClock
 from seams.errors import InvalidRequest
 from worker.engine.core import EngineCore
+from worker.engine.derived import MISFITS_MAX
 from worker.engine.derived_state import DerivedState
 from worker.engine.messages import CacheOp, Compacted, EngineLoad
 from worker.engine.promotion import Promoter
@@ -121,6 +123,7 @@ class TurnRig(PrunedRig):
         self.host.discard(self.objects())
 
     def close(self) -> None:
+        assert all(queue.drain(5.0) for queue in self.store.lower.values())  # or it pins blocks
         assert self.core._pruner is not None and self.core._pruner.derived is not None
         assert self.core._pruner.derived.faults == 0
         assert not any(slot.pins for slot in self.host._table._slots.values())
@@ -407,6 +410,63 @@ def test_a_pool_that_is_full_gives_a_state_room_or_none() -> None:
     rig.close()
 
 
+def test_those_that_queue_for_one_state_share_its_table() -> None:
+    rig = TurnRig(SUFFIX, running_max=1)
+    first = rig.turn("a", tokens(21), 50)
+    conversation = (*tokens(21), *first, *tokens(5, 9))
+    rig.submit(*[request(f"b{n}", conversation, 30) for n in range(4)])
+    wanted = [sequence.wanted for sequence in rig.core.scheduler.waiting]
+    states = {id(one.state) for one in wanted if one is not None and one.state is not None}
+    assert len(wanted) == 4 and len(states) == 1
+    assert not any(meta for one in wanted if one for meta in one.finding.metas.values())
+    del wanted
+    rig.run()
+    expected = rig.resumed(21, conversation, 30)
+    assert [rig.output(f"b{n}") for n in range(4)] == [expected] * 4
+    assert rig.total.objects_resumed == 4
+    assert rig.core._pruner is not None and rig.core._pruner.derived is not None
+    assert not rig.core._pruner.derived._states
+    rig.close()
+
+
+def test_few_states_are_read_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of which every beginning has a state, each with another end."""
+    rig = TurnRig(SINKS, host=3000, blocks=120)
+    conversation = tokens(200)
+    for edge in range(8, 48):
+        end = (conversation[BLOCK * edge] + 1) % 250
+        rig.turn(f"e{edge}", (*conversation[: BLOCK * edge], end), 1)
+    assert rig.total.objects_kept == 40
+    read: list[bytes] = []
+    decode = DerivedState.decode
+
+    def counted(meta: bytes, block_tokens: int) -> DerivedState | None:
+        read.append(meta)
+        return decode(meta, block_tokens)
+
+    monkeypatch.setattr(DerivedState, "decode", counted)
+    rig.turn("whole", conversation, 20)
+    assert len(read) == MISFITS_MAX
+    rig.assert_exact()
+    assert rig.total.objects_resumed == 0
+    rig.close()
+
+
+def test_a_state_too_large_for_host_memory_is_not_even_copied(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = TurnRig(SUFFIX, host=8)
+    copied: list[object] = []
+    monkeypatch.setattr("kvstore.objects._content", lambda *given: copied.append(given))
+    monkeypatch.setattr(Promoter, "view", lambda *given: copied.append(given))
+    for name in "ab":
+        rig.turn(name, tokens(21, ord(name)), 50)
+    assert not copied and rig.total.objects_kept == 0 and not rig.objects()
+    assert caplog.text.count("take too much of the host tier") == 1
+    rig.assert_exact()
+    rig.close()
+
+
 def test_no_router_hears_of_a_state() -> None:
     rig = TurnRig(SUFFIX, lower=[DictTier("disk")])
     first = rig.turn("a", tokens(21), 50)
@@ -469,6 +529,19 @@ def test_a_state_is_read_as_it_was_written_or_not_at_all() -> None:
         noise[chance.randrange(len(noise))] ^= 1 << chance.randrange(8)
         found = DerivedState.decode(bytes(noise), BLOCK)
         assert found is None or found.stored <= found.computed
+
+
+def test_no_numbers_in_a_meta_raise() -> None:
+    print("seed 11")
+    chance, head = random.Random(11), Struct("<4sIIIIII")
+    extremes = [0, 1, 2, 3, 5, 1 << 16, 2**31 - 1, 2**31, 2**32 - 1]
+    for _ in range(20_000):
+        numbers = [chance.choice(extremes) for _ in range(6)]
+        _, _, _, tail, rows, stored = numbers
+        count = tail + rows * stored
+        content = chance.randbytes(4 * count) if count < 100 else b""
+        found = DerivedState.decode(head.pack(b"BDS\x01", *numbers) + content, BLOCK)
+        assert found is None or 0 < found.stored < found.computed
 
 
 @pytest.mark.parametrize(

@@ -293,6 +293,52 @@ def test_an_object_too_large_for_host_memory_is_refused() -> None:
     kept.close()
 
 
+def test_an_object_that_could_never_be_whole_pushes_nothing_out(tmp_path: Path) -> None:
+    """A replica with more host memory left it on the disk."""
+    sizes = {g.id: g.block_bytes for g in GROUPS}
+
+    def over(host_bytes: int) -> Kept:
+        disk = NvmeTier(tmp_path, 64 << 20, "bf16-a", sizes, free_space_floor_bytes=0)
+        return Kept([TierQueue(disk, threads=1)], host_bytes=host_bytes)
+
+    kept, mine = over(8 << 20), object_name("test", b"mine")
+    assert kept.objects.put(NAME, b"large", content(40))
+    kept.sunk()
+    kept.close()
+    kept = over(1 << 20)
+    assert kept.objects.put(mine, b"small", content(2))
+    assert kept.store.flush(SOON)
+    assert kept.objects.place(kept.found(NAME), 0) is Place.ABSENT
+    assert kept.read(NAME) is None
+    assert kept.host.stats().evicted == 0 and kept.read(mine) == (b"small", content(2))
+    kept.close()
+
+
+def test_an_object_over_a_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept()
+    monkeypatch.setattr("kvstore.objects.META_BYTES_MAX", 1000)
+    monkeypatch.setattr("kvstore.objects.BLOCKS_MAX", 2)
+    assert kept.objects.fits(1000, 2) and kept.objects.put(NAME, b"m" * 1000, content(2))
+    for meta, count in ((b"m" * 1001, 2), (b"m" * 1000, 3)):
+        assert not kept.objects.fits(len(meta), count)
+        assert not kept.objects.put(NAME, meta, content(count))
+    kept.close()
+
+
+def test_what_was_discarded_is_written_anew(lower: Lower) -> None:
+    """In every tier, and in place of another content of that name."""
+    kept = Kept(lower())
+    first, second = (b"first" * 9000, content(3, 1)), (b"second", content(3, 2))
+    for put in (first, second, second):
+        kept.objects.discard(NAME, *put)
+        assert kept.read(NAME) is None
+        assert kept.objects.put(NAME, *put)
+        if lower.kind != "host":
+            kept.sunk()
+        assert kept.read(NAME) == put
+    kept.close()
+
+
 def test_the_last_of_many_comes_first() -> None:
     """Of all that are asked for, those that there are, and from the end."""
     kept = Kept()

@@ -13,11 +13,16 @@ and the state that it tells for what follows.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from itertools import islice
+from weakref import WeakValueDictionary
+
+from xxhash import xxh3_128_digest
 
 from kvstore.fetch import Place
 from kvstore.keys import extend
+from kvstore.objectnames import ObjectName
 from kvstore.objects import Blocks, Finding, Objects
 from worker.engine.derived_state import DerivedState, state_name
 from worker.engine.messages import Compacted
@@ -29,19 +34,24 @@ from worker.models.base import Model
 
 EDGES_MAX = 1024  # of a prompt, the last ones, at which a state is looked for
 SEEKING_MAX = 64  # sequences that are looked after in a step
+MISFITS_MAX = 16  # metas that are read for a prompt in vain, each a copy on the engine's thread
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
 class Wanted:
     """What a sequence wants of an earlier turn. Entry i of `finding` is the state of a beginning
     with first_edge + i full blocks, or until one is `chosen` the index of states made beforehand;
-    those from `open` on are ruled out. Once there is a `state`, it is the entry's before that."""
+    those from `open` on are ruled out. Once there is a `state`, it is the entry's before that.
+    `misfits` were read and are of no use."""
 
     finding: Finding
     first_edge: int
     open: int
     state: DerivedState | None = None
     chosen: bool = False
+    misfits: int = 0
 
 
 class DerivedStates:
@@ -60,7 +70,9 @@ class DerivedStates:
         self._groups = [pool.group for pool in memory.pools]
         self._objects = objects
         self._seeking: dict[int, Sequence] = {}  # by id: no state is settled for yet
+        self._states: WeakValueDictionary[bytes, DerivedState] = WeakValueDictionary()
         self.faults = 0
+        self._told = False
 
     # --- down --------------------------------------------------------------------------------
 
@@ -69,16 +81,20 @@ class DerivedStates:
         """It is about to give its blocks back, all its slots whole: keep its state, if its policy
         asks for that and it was pruned. Copies the blocks that are no plain chain's."""
         retained, request = sequence.retained, sequence.request
-        if retained is None or not retained.policy.resume or not request.cacheable:
+        if retained is None or not request.cacheable:
             return
         if sequence.emitted and sequence.wanted is None:
             retained.lineage = retained.fixed
         edge = sequence.computed // self._memory.block_tokens
-        if not sequence.dropped or not edge or sequence.copies:
+        pruned = sequence.dropped and edge and not sequence.copies
+        if not (retained.policy.resume and pruned):
             return
         state = self._state(sequence, retained, edge)
-        name = state_name(request.chain, sequence.keys[edge - 1], retained.policy)
-        end = blocks_for(sequence.stored, self._memory.block_tokens)
+        meta, end = state.encode(), blocks_for(sequence.stored, self._memory.block_tokens)
+        if not self._objects.fits(len(meta), end - state.plain_blocks):
+            self._say_too_large(sequence.stored)  # before anything of it is copied
+            return
+        name = state_name(request.chain, sequence.keys[edge - 1], retained.policy.state_hash)
         blocks = [
             [
                 [self._tiers.view(group.id, block, rank) for rank in range(group.ranks)]
@@ -86,7 +102,13 @@ class DerivedStates:
             ]
             for group, table in zip(self._groups, sequence.tables, strict=True)
         ]
-        self._total.objects_kept += self._objects.put(name, state.encode(), blocks)
+        self._total.objects_kept += self._objects.put(name, meta, blocks)
+
+    def _say_too_large(self, stored: int) -> None:
+        """Once: whoever asked for it would look for turns that are never kept."""
+        if not self._told:
+            _log.warning("a turn's %d tokens take too much of the host tier to be kept", stored)
+        self._told = True
 
     def _state(self, sequence: Sequence, retained: Retained, edge: int) -> DerivedState:
         size, computed = self._memory.block_tokens, sequence.computed
@@ -117,10 +139,11 @@ class DerivedStates:
         if first > last:
             return
         keys.extend(extend(request.chain, keys, sequence.tokens, limit=last))
+        state_hash = policy.state_hash
         names = [
             prepared.index_name(keys[edge - 1])
             if prepared
-            else state_name(request.chain, keys[edge - 1], policy)
+            else state_name(request.chain, keys[edge - 1], state_hash)
             for edge in range(first, last + 1)
         ]
         sequence.wanted = Wanted(self._objects.find(names), first, len(names))
@@ -188,11 +211,13 @@ class DerivedStates:
                 wanted.state = state
                 self._seeking.pop(sequence.id, None)
                 finding.heads.cancel()  # shorter ones are not wanted any more
+                objects.let_go(finding)
                 objects.bring(finding, at)
                 self._follow(sequence, state)
                 self._tiers.prefetch(sequence)  # no more than the plain prefix
                 return self._place(wanted)
-            wanted.open = at
+            wanted.misfits += meta is not None
+            wanted.open = at if wanted.misfits < MISFITS_MAX else 0
         return Place.ABSENT
 
     def _chosen(self, sequence: Sequence, wanted: Wanted, at: int, meta: bytes) -> bool:
@@ -220,7 +245,7 @@ class DerivedStates:
         """The state that a meta tells, if it is one of a beginning of the sequence's tokens, as its
         policy leaves it, and fits into the pools."""
         size, retained = self._memory.block_tokens, sequence.retained
-        state = DerivedState.decode(meta, size)
+        state = self._decoded(wanted.finding.names[at], meta)
         assert retained is not None
         if state is None or state.computed // size != wanted.first_edge + at:
             return None
@@ -236,6 +261,17 @@ class DerivedStates:
             and self._memory.fits_alone(state.stored + 1)
         )
         return state if fits else None
+
+    def _decoded(self, name: ObjectName, meta: bytes) -> DerivedState | None:
+        """The state that a meta tells: one for all sequences that queue to go on from it, since its
+        table may take megabytes. The name keeps tenants apart."""
+        key = name + xxh3_128_digest(meta)
+        state = self._states.get(key)
+        if state is None:
+            state = DerivedState.decode(meta, self._memory.block_tokens)
+            if state is not None:
+                self._states[key] = state
+        return state
 
     def _saved(self, sequence: Sequence) -> int:
         """Tokens that need not be computed with the longest state that is still possible."""

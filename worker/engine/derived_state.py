@@ -11,7 +11,7 @@ import numpy as np
 
 from kvstore.keys import BlockKey, ChainSpec, tokens_u32le
 from kvstore.objectnames import ObjectName, object_name
-from worker.engine.retention.base import Ints, RetentionPolicy
+from worker.engine.retention.base import Ints
 
 MAGIC = b"BDS\x01"  # the last byte: the layout's version
 _HEAD = Struct("<4sIIIIII")  # magic, computed, fixed, plain blocks, tail, rows, stored
@@ -64,7 +64,7 @@ class DerivedState:
         """Whether every slot holds another token that was computed, and the leading ones their
         own."""
         leading = max(self.fixed, self.plain_blocks * block_tokens)
-        if not leading <= self.stored < self.computed:
+        if not 0 < self.stored < self.computed or leading > self.stored:
             return False
         ordered = np.sort(self.positions, axis=1)
         own = np.arange(leading, dtype=np.int32)
@@ -76,7 +76,8 @@ class DerivedState:
         )
 
 
-def state_name(chain: ChainSpec, key: BlockKey, policy: RetentionPolicy) -> ObjectName:
-    """Of the state that `policy` leaves of tokens whose last full block has this key. The tenant's
-    salt is in it even where the key stands for blocks that all tenants share: the tail is not."""
-    return object_name("turn", key, chain.salt, policy.state_hash.encode())
+def state_name(chain: ChainSpec, key: BlockKey, state_hash: str) -> ObjectName:
+    """Of the state that the policy of this hash leaves of tokens whose last full block has this
+    key. The tenant's salt is in it even where the key stands for blocks that all tenants share: the
+    tail is not."""
+    return object_name("turn", key, chain.salt, state_hash.encode())

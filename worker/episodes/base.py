@@ -9,6 +9,7 @@ of the episode's own segments looks at; a question gets the cache of the episode
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -62,9 +63,10 @@ class EpisodeOptions:
             raise InvalidRequest("epicache's sinks are fewer than its budget.")
         return made
 
-    @property
+    @cached_property
     def state_hash(self) -> str:
-        """Equal only for options with which the same tokens are kept."""
+        """Equal only for options with which the same tokens are kept. Asked for every block of a
+        prompt."""
         return f"{EPICACHE}/{FORMAT} {sorted(asdict(self).items())}"
 
     @property
