@@ -16,12 +16,14 @@ from kvstore.keys import ChainSpec, chain, root
 from kvstore.objectnames import is_part
 from kvstore.objects import Objects
 from kvstore.tiered import TieredStore
+from kvstore.tiers.base import BlockName
 from kvstore.tiers.host import HostTier
 from seams.clock import SystemClock
 from seams.errors import InvalidRequest
 from worker.config import EngineConfig
 from worker.engine.core import EngineCore
 from worker.engine.messages import CacheOp, Emission, EngineRequest
+from worker.engine.planning import StepDraft
 from worker.engine.promotion import Promoter
 from worker.engine.retention.options import Options
 from worker.engine.retention.policies import Policies
@@ -65,11 +67,20 @@ class Served:
 
     def run(self) -> None:
         while self.core.has_work() or self.core.scheduler.can_step():
-            output = self.core.step()
-            self.core.check_integrity()
-            if output is not None:
-                self.emissions += output.emissions
-                self.ops += output.cache_ops
+            self.step()
+
+    def step(self) -> None:
+        output = self.core.step()
+        self.core.check_integrity()
+        if output is not None:
+            self.emissions += output.emissions
+            self.ops += output.cache_ops
+
+    @property
+    def resumed(self) -> int:
+        found = self.core.load().compacted
+        assert found is not None
+        return found.objects_resumed
 
     def said(self, name: str, choice: int = 0) -> list[int]:
         mine = [e for e in self.emissions if e.request_id == name and e.choice == choice]
@@ -87,11 +98,11 @@ class Served:
         return self.said(name)
 
 
-def served(default: str = "requests", blocks: int = 40) -> Served:
+def served(default: str = "requests", blocks: int = 40, running_max: int = 64) -> Served:
     model = decoder()
     groups = model.spec.groups
     store = TieredStore(HostTier({0: groups[0].block_bytes}, 4 << 20, prefault=False))
-    config = EngineConfig((blocks,), step_tokens_max=64, poison_freed=True)
+    config = EngineConfig((blocks,), step_tokens_max=64, running_max=running_max, poison_freed=True)
     policies = Policies(model.spec, default)
     core = EngineCore(model, config, SystemClock(), tiers=store, retention=policies)
     core._times.record = lambda *_: None  # type: ignore[method-assign]
@@ -249,6 +260,67 @@ def test_a_later_turn_is_a_question_too() -> None:
     state = shelf_of(rig.store, model).load_episode(1, range(10), 10.0)
     assert state is not None and rig.cached("b") == HISTORY
     assert out == greedy(partial(logits, model, range(4), state.stored, first=HISTORY), longer)
+    rig.core.close()
+
+
+def hide(store: TieredStore) -> list[tuple[BlockName, bytes]]:
+    """Take all objects away, for `show`."""
+    held = []
+    for name in [name for name in store.host.names() if is_part(name)]:
+        view = store.host.pin(name)
+        assert view is not None
+        held.append((name, bytes(view)))
+        store.host.unpin(name)
+    store.host.discard([name for name, _ in held])
+    return held
+
+
+def show(store: TieredStore, held: Sequence[tuple[BlockName, bytes]]) -> None:
+    store.demote([name for name, _ in held], [memoryview(content) for _, content in held])
+
+
+def preempt(rig: Served) -> None:
+    (sequence,) = rig.core.scheduler.running
+    rig.core.scheduler._preempt(StepDraft(1, 1), sequence)
+
+
+def test_a_stream_goes_on_as_it_began() -> None:
+    """One that began on the whole conversation is preempted once its episode has turned up; one
+    that began on the episode, while that is there."""
+    rig = served()
+    _, answers = build(rig.store)
+    hidden = hide(rig.store)
+    prompt = [*TALK, *QUESTIONS[0]]
+    rig.submit("whole", prompt)
+    while len(rig.said("whole")) < 4:
+        rig.step()
+    show(rig.store, hidden)
+    preempt(rig)
+    rig.run()
+    assert rig.said("whole") == plain_answer(QUESTIONS[0])
+    assert rig.resumed == 0
+    rig.submit("episode", prompt)
+    while len(rig.said("episode")) < 4:
+        rig.step()
+    preempt(rig)
+    rig.run()
+    assert rig.said("episode") == answers[0][0]
+    assert rig.resumed == 2
+    rig.core.close()
+
+
+def test_choices_that_wait_for_a_place_go_on_as_the_first() -> None:
+    """Their episode turns up between the first one's start and theirs."""
+    rig = served(running_max=1)
+    build(rig.store)
+    hidden = hide(rig.store)
+    several = SamplingParams(seed=1, max_tokens=COUNT, n=3, ignore_eos=True, temperature=0.0)
+    rig.submit("n", [*TALK, *QUESTIONS[0]], sampling=several)
+    rig.step()
+    show(rig.store, hidden)
+    rig.run()
+    assert [rig.said("n", choice) for choice in range(3)] == [plain_answer(QUESTIONS[0])] * 3
+    assert rig.resumed == 0
     rig.core.close()
 
 

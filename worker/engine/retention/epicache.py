@@ -20,7 +20,9 @@ from worker.episodes.record import decode_index, episode_name, index_name
 
 @dataclass(frozen=True)
 class EpiCache:
-    """Implements RetentionPolicy, and Prepared. `quota` is one that no sequence reaches."""
+    """Implements RetentionPolicy, and Prepared. `quota` is one that no sequence reaches. What it
+    fixes is the prompt of a sequence that is computed whole, and of an episode its sinks: the two
+    are told apart by it, so that a stream goes on as it began (Retained.lineage)."""
 
     options: EpisodeOptions
     quota: Quota
@@ -30,9 +32,7 @@ class EpiCache:
     @classmethod
     def of(cls, options: EpisodeOptions, context_tokens: int) -> EpiCache:
         """Of a model with this context."""
-        sinks = options.sink_tokens
-        never = Quota(max(context_tokens, sinks + 1), 1, suffix=False, sink_tokens=sinks)
-        return cls(options, never)
+        return cls(options, Quota(context_tokens, interval_tokens=1))
 
     @property
     def state_hash(self) -> str:
