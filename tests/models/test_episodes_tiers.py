@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import redis
 import torch
 from random_decoders import config_of, in_torch, random_weights, token_ids
 
@@ -120,3 +121,20 @@ def test_what_is_not_there_or_does_not_fit_is_none(reopened: Open) -> None:
     assert shelf(reopened(), model, OTHER).load_episode(0, [0, 1, 2], WITHIN_S) is None
     found = shelf(reopened(), model).load_episode(0, [3, 1, 2], WITHIN_S)
     assert found is not None and np.array_equal(found.positions, positions)
+
+
+def test_what_is_built_again_lives_as_long_as_what_is_new() -> None:
+    model = decoder()
+    model.allocate((4,))
+    positions = np.broadcast_to(np.arange(48, dtype=np.int32), (4, 48))
+    state = DerivedState(HISTORY, 5, plain_blocks=0, tail=(), positions=positions)
+    config = ReplicaConfig("r", "small", "small", (), "", host_gib=0.05)
+    with EmbeddedValkey(1 << 26) as server, redis.Redis.from_url(server.url) as client:
+        for ttl_s in (100, 10_000, 500):
+            store = open_tiers(replace(config, redis=server.url, redis_ttl_s=ttl_s), model.spec)
+            assert store is not None
+            assert shelf(store, model).put_episode(0, state, [0, 1, 2])
+            assert store.flush(WITHIN_S)
+            store.close()
+            left_s = [client.ttl(key) for key in client.scan_iter()]
+            assert len(left_s) >= 4 and ttl_s - 50 < min(left_s) <= max(left_s) <= ttl_s

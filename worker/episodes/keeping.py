@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from kvstore.fetch import Place
 from kvstore.keys import BlockKey
+from kvstore.objectnames import ObjectName
 from kvstore.objects import Blocks, Finding, Objects
 from worker.engine.derived_state import DerivedState
 from worker.episodes.base import EpisodeIndex, EpisodeOptions
@@ -29,14 +30,19 @@ class EpisodeShelf:
         self._last, self._options = last, options
 
     def put_index(self, index: EpisodeIndex) -> bool:
-        """False if there was no room for it in host memory."""
-        return self._objects.put(index_name(self._last, self._options), encode_index(index))
+        """False if there was no room for it in host memory. What is there already is written anew,
+        as of an episode: it would vanish when it would have without us."""
+        return self._put(index_name(self._last, self._options), encode_index(index))
 
     def put_episode(self, episode: int, state: DerivedState, pages: Sequence[int]) -> bool:
         """Copy these pages of the model's pool, which hold state.positions; False as above."""
         name = episode_name(self._last, self._options, episode)
         views, _ = _views(self._model, pages)
-        return self._objects.put(name, state.encode(), views)
+        return self._put(name, state.encode(), views)
+
+    def _put(self, name: ObjectName, meta: bytes, blocks: Blocks = ()) -> bool:
+        self._objects.discard(name, meta, blocks)
+        return self._objects.put(name, meta, blocks)
 
     def index(self, timeout_s: float) -> EpisodeIndex | None:
         """The index, if it comes within that time and is one."""
