@@ -109,8 +109,15 @@ def build(asked: Asked, report: Report) -> Built:
 
 def _config(asked: Asked) -> ReplicaConfig:
     """Of a replica that reads what we write: computed by torch, which can be watched."""
+    from kernels.codecs.names import OSCAR, parse_codec
     from worker.service.settings import parse_config
 
+    codec = parse_codec(asked.kv_codec)
+    if codec is not None and codec.kind == OSCAR:
+        raise InvalidRequest(
+            f"The KV codec {asked.kv_codec} keeps the newest tokens in a window, and an episode "
+            "keeps tokens of the whole conversation: one of the two, not both."
+        )
     if bool(asked.nvme) == bool(asked.redis):
         raise LaunchError("Episodes are written to one tier at a time: --nvme or --redis.")
     return parse_config(

@@ -170,6 +170,15 @@ def test_a_disk_tier_has_it_for_its_replica(
         ),
         (("--redis", "redis://h", "--budget", "4096"), "keeps them all"),
         (("--redis", "redis://h", "--episodes", "0"), "episodes is a whole number"),
+        (("--redis", "redis://h", "--kv-codec", "oscar"), "oscar keeps the newest tokens in a win"),
+        (
+            ("--redis", "redis://h", "--kv-codec", "oscar:sinks=16,window=32", *ASKED),
+            "keeps the newest tokens in a window, and an episode keeps tokens of the whole",
+        ),
+        (("--redis", "redis://h", "--kv-codec", "oscar:window=0"), "The KV codec must be model"),
+        (("--redis", "redis://h", "--cold-codec", "zip"), "The cold codec must be none"),
+        (("--redis", "redis://h", "--device", "tpu", *ASKED), "The device must be auto"),
+        (("--redis", "redis://h", "--dtype", "int3", *ASKED), "The dtype must be auto"),
         (("--nvme", "x", "--nvme-gib", "0.003", *ASKED), "allows 0.00 GiB"),
     ],
 )
