@@ -156,7 +156,11 @@ def verdict(run: Run) -> str:
     if not run.searched:
         return words
     share, rate_hz = run.header["plan"]["attainment"], figures.rate_found_hz(run)
-    found = "none that was tried" if rate_hz is None else f"{rate_hz:.3g} sessions/s"
+    if rate_hz is None:
+        least_hz = min((stage.rate_hz for stage in run.stages if stage.rate_hz), default=0.0)
+        found = f"none that was tried, down to {least_hz:.3g} sessions/s"
+    else:
+        found = f"{rate_hz:.3g} sessions/s"
     return f"{words} Greatest rate at which {share:.0%} of requests meet it: {found}."
 
 

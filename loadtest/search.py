@@ -1,8 +1,9 @@
 """The greatest rate that still meets an objective. Knows no target: it asks for one rate at a time.
 
-Doubling finds the first rate that fails, bisection on a logarithmic scale narrows what lies
-between. It holds that a rate below one that meets the objective meets it too; a noisy probe can
-therefore be wrong by its own noise, and no more probes are spent on that.
+Doubling finds the first rate that fails; where the very first one does, halving finds one that does
+not. Bisection on a logarithmic scale narrows what lies between. It holds that a rate below one that
+meets the objective meets it too; a noisy probe can therefore be wrong by its own noise, and no more
+probes are spent on that.
 """
 
 from __future__ import annotations
@@ -16,18 +17,24 @@ Probe = Callable[[float], Awaitable[bool]]
 """Whether a rate, sessions per second, meets the objective."""
 
 PROBES_MAX = 64
+HALVINGS_MAX = 2  # each takes twice as long as the one before
 
 
 async def greatest_rate(
     probe: Probe, low_hz: float, high_hz: float, precision: float = 0.1
 ) -> float | None:
-    """The greatest rate found from `low_hz` to `high_hz` that meets it; None if `low_hz` does not.
-    The next one up that was tried and failed is at most 1 + `precision` times as large."""
+    """The greatest rate found up to `high_hz` that meets it, from `low_hz` on or, where that does
+    not, below it; None if `low_hz` halved HALVINGS_MAX times does not either. The next one up that
+    was tried and failed is at most 1 + `precision` times as large."""
     if not 0 < low_hz <= high_hz < float("inf") or not precision > 0:
         raise InvalidRequest("A search needs rates above 0, the least one first, and a precision.")
-    if not await probe(low_hz):
-        return None
-    good_hz, bad_hz = low_hz, None
+    good_hz: float = low_hz
+    bad_hz: float | None = None
+    while not await probe(good_hz):
+        bad_hz = good_hz
+        if bad_hz <= low_hz / 2**HALVINGS_MAX:
+            return None
+        good_hz /= 2
     for _ in range(PROBES_MAX):
         rate_hz = _next(good_hz, bad_hz, high_hz, precision)
         if rate_hz is None:

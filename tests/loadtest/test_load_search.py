@@ -41,7 +41,10 @@ def test_it_ends_within_the_precision(limit_hz: float, precision: float) -> None
 
 
 def test_its_ends() -> None:
-    assert searched(0.5, 1.0, 64.0) == (None, [1.0])
+    assert searched(0.2, 1.0, 64.0) == (None, [1.0, 0.5, 0.25])
+    found, tried = searched(0.6, 1.0, 64.0)
+    assert found is not None and 0.54 < found <= 0.6 and tried[:2] == [1.0, 0.5]
+    assert searched(0.25, 1.0, 64.0, 1.0) == (0.25, [1.0, 0.5, 0.25])
     found, tried = searched(1e9, 1.0, 50.0)
     assert found == 50.0 and tried == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 50.0]
     assert searched(9.0, 4.0, 4.0) == (4.0, [4.0])
@@ -78,9 +81,10 @@ def test_it_finds_the_capacity_of_a_server() -> None:
 
 def test_an_objective_that_nothing_meets() -> None:
     run = virtually(measured(plan(0.001), QueueTarget()))
-    assert len(run.stages) == 1 and figures.rate_found_hz(run) is None
+    assert [stage.rate_hz for stage in run.stages] == [2.0, 1.0, 0.5]
+    assert figures.rate_found_hz(run) is None
     assert as_json(run)["rate_found_hz"] is None
-    assert "none that was tried" in verdict(run)
+    assert "none that was tried, down to 0.5 sessions/s." in verdict(run)
 
 
 def test_a_sweep_shows_throughput_against_latency() -> None:
