@@ -25,7 +25,8 @@ Kind = Annotated[
 Concurrency = Annotated[int, typer.Option(help="Sessions at once, in a closed loop.")]
 Rate = Annotated[str, typer.Option(help="Sessions per second; several with commas: a sweep.")]
 Search = Annotated[
-    bool, typer.Option("--search", help="Find the greatest rate that meets --slo, beginning at --rate.")
+    bool,
+    typer.Option("--search", help="Find the greatest rate that meets --slo, beginning at --rate."),
 ]
 RateMax = Annotated[float, typer.Option(help="Of a search; 0 = 64 times --rate.")]
 Precision = Annotated[float, typer.Option(help="Of a search: 0.1 ends within a tenth.")]
