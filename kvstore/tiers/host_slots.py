@@ -15,7 +15,7 @@ bytes, no locks and no time: one caller at a time, who holds a lock.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from heapq import heappop, heappush, heapreplace
 from itertools import count
 
@@ -38,13 +38,15 @@ _serials = count()
 class Slot:
     """A place in the arena and the block in it. `pins` > 0: not to be evicted or overwritten."""
 
-    __slots__ = ("at", "bytes", "chunk", "dirty", "ident", "name", "pins", "serial", "slab",
-                 "stamp", "state", "xxh3")  # fmt: skip
+    __slots__ = ("at", "bytes", "chunk", "dirty", "ident", "name", "parent", "pins", "serial",
+                 "slab", "stamp", "state", "xxh3")  # fmt: skip
 
     def __init__(self, at: int, slab: _Slab, chunk: _Chunk) -> None:
         self.at, self.slab, self.chunk = at, slab, chunk
         self.serial = next(_serials)
-        self.name, self.ident = _NOBODY, (b"", 0, 0)
+        self.name = _NOBODY
+        self.ident: Ident = (b"", 0, 0)
+        self.parent: Ident = (b"", 0, 0)
         self.state, self.pins, self.dirty = EMPTY, 0, False
         self.stamp = 0  # of the last use; larger is newer
         self.bytes = 0  # of the block, <= slab.slot_bytes
@@ -61,31 +63,34 @@ class _Chunk:
 
 
 class _Coldest:
-    """Slots by age. An entry may be out of date: `fits` and the stamp are looked at when it comes
-    first. Each slot is in it once at most, so it is never longer than the arena."""
+    """Idle slots by age, `dirty` or clean ones, but for the blocks in `parents`. An entry may be
+    out of date: whether it fits, and its stamp, are looked at when it comes first. Each slot is in
+    it once at most, so it is never longer than the arena. `heap` and `queued` may be looked at, to
+    spare a call: calls were most of what a store took."""
 
-    def __init__(self, fits: Callable[[Slot], bool]) -> None:
-        self._fits = fits
-        self._heap: list[tuple[int, int, Slot]] = []
-        self._queued: set[Slot] = set()
+    def __init__(self, parents: Container[Ident], *, dirty: bool) -> None:
+        self._parents, self._dirty = parents, dirty
+        self.heap: list[tuple[int, int, Slot]] = []
+        self.queued: set[Slot] = set()  # those in `heap`
 
     def __contains__(self, slot: Slot) -> bool:
-        return slot in self._queued
+        return slot in self.queued
 
     def offer(self, slot: Slot) -> None:
         """`slot` fits now."""
-        if slot not in self._queued:
-            self._queued.add(slot)
-            heappush(self._heap, (slot.stamp, slot.serial, slot))
+        if slot not in self.queued:
+            self.queued.add(slot)
+            heappush(self.heap, (slot.stamp, slot.serial, slot))
 
     def first(self) -> Slot | None:
         """The least recently used slot that fits; stays here."""
-        heap = self._heap
+        heap, dirty, parents = self.heap, self._dirty, self._parents
         while heap:
             stamp, _, slot = heap[0]
-            if not self._fits(slot):
+            idle = slot.state == VALID and not slot.pins
+            if not idle or slot.dirty != dirty or slot.ident in parents:
                 heappop(heap)
-                self._queued.discard(slot)
+                self.queued.discard(slot)
             elif stamp != slot.stamp:
                 heapreplace(heap, (slot.stamp, slot.serial, slot))
             else:
@@ -97,8 +102,8 @@ class _Coldest:
         found: list[Slot] = []
         while len(found) < limit and (slot := self.first()) is not None:
             found.append(slot)
-            heappop(self._heap)
-            self._queued.discard(slot)
+            heappop(self.heap)
+            self.queued.discard(slot)
         for slot in found:
             self.offer(slot)
         return found
@@ -107,12 +112,12 @@ class _Coldest:
 class _Slab:
     """All slots of one size."""
 
-    def __init__(self, slot_bytes: int, leaf: Callable[[Slot], bool]) -> None:
+    def __init__(self, slot_bytes: int, parents: Container[Ident]) -> None:
         self.slot_bytes = slot_bytes
         self.empty: list[Slot] = []
         self.unused: set[_Chunk] = set()  # all of whose slots are empty
-        self.clean = _Coldest(lambda slot: not slot.dirty and leaf(slot))
-        self.dirty = _Coldest(lambda slot: slot.dirty and leaf(slot))
+        self.clean = _Coldest(parents, dirty=False)
+        self.dirty = _Coldest(parents, dirty=True)
 
     def adopt(self, chunk: _Chunk, chunk_bytes: int) -> None:
         """Cut `chunk` into slots of this size, the first ones to be used first."""
@@ -126,10 +131,6 @@ class _Slab:
         assert chunk.used == 0
         self.unused.remove(chunk)
         self.empty = [slot for slot in self.empty if slot.chunk is not chunk]
-
-
-def _parent(name: BlockName) -> Ident:
-    return (name.parent, name.group, name.rank)
 
 
 def chunk_size(slot_sizes: Sequence[int], capacity_bytes: int) -> int:
@@ -159,11 +160,11 @@ class SlotTable:
         chunks = capacity_bytes // self._chunk_bytes
         self.arena_bytes = chunks * self._chunk_bytes
         self._uncut = [_Chunk(i * self._chunk_bytes) for i in reversed(range(chunks))]
-        self._slabs = {size: _Slab(size, self._is_idle_leaf) for size in distinct}
-        self._slab_of = {group: self._slabs[size] for group, size in slot_bytes.items()}
         self._slots: dict[Ident, Slot] = {}  # all that are not EMPTY
         self._children: dict[Ident, int] = {}  # a parent, resident or not -> children in _slots
-        self._unsaved = _Coldest(lambda slot: slot.dirty and self._is_idle(slot))
+        self._slabs = {size: _Slab(size, self._children) for size in distinct}
+        self._slab_of = {group: self._slabs[size] for group, size in slot_bytes.items()}
+        self._unsaved = _Coldest((), dirty=True)
         self._tick = 0
         self._dirty_bytes_max = int(dirty_max_share * self.arena_bytes)
         self._changes: list[tuple[bool, BlockName]] = []
@@ -191,6 +192,18 @@ class SlotTable:
         """The VALID slot of exactly `name`: parent and tokens are compared too."""
         slot = self._slots.get((name.key, name.group, name.rank))
         return slot if slot is not None and slot.state == VALID and slot.name == name else None
+
+    def find_all(self, names: Sequence[BlockName]) -> list[Slot | None]:
+        """`find` for each."""
+        get = self._slots.get
+        return [
+            slot
+            if (slot := get((name[0], name[3], name[4]))) is not None
+            and slot.state == VALID
+            and slot.name == name
+            else None
+            for name in names
+        ]
 
     def find_filling(self, name: BlockName) -> Slot | None:
         """The slot that `take` gave for `name` and that was neither filled nor freed since."""
@@ -240,22 +253,20 @@ class SlotTable:
     def take(self, name: BlockName) -> Slot | None:
         """A slot for `name`, FILLING and pinned once; evicts for it. None if its key is there
         already, or if every slot that could make room is in use."""
-        ident, parent = name.slot, _parent(name)
+        key, parent_key, _, group, rank = name
+        ident, parent = (key, group, rank), (parent_key, group, rank)
         if ident in self._slots:
             return None
         # Counted before there is room, so that its own parent does not make it.
         self._children[parent] = self._children.get(parent, 0) + 1
-        slot = self._room(self._slab_of[name.group])
+        slot = self._room(self._slab_of[group])
         if slot is None:
             self._leave(parent, 0)
             return None
-        slot.name, slot.ident, slot.bytes = name, ident, self._sizes[name.group]
+        slot.name, slot.ident, slot.parent, slot.bytes = name, ident, parent, self._sizes[group]
         slot.state, slot.pins, slot.dirty = FILLING, 1, False
         slot.stamp = self._tick
-        slot.slab.unused.discard(slot.chunk)
-        slot.chunk.used += 1
         self._slots[ident] = slot
-        self.held_bytes += slot.slab.slot_bytes
         return slot
 
     def finish(self, slot: Slot, ok: bool, *, dirty: bool) -> bool:
@@ -266,7 +277,8 @@ class SlotTable:
             slot.state, slot.dirty = VALID, dirty
             self._changes.append((True, slot.name))
             self.dirty_bytes += slot.slab.slot_bytes if dirty else 0
-            self.unpin(slot)
+            slot.pins -= 1
+            self._offer(slot)
             return True
         slot.state = DOOMED
         self.unpin(slot)
@@ -319,28 +331,33 @@ class SlotTable:
 
     # ---- room
 
-    def _is_idle(self, slot: Slot) -> bool:
-        return slot.state == VALID and slot.pins == 0
-
-    def _is_idle_leaf(self, slot: Slot) -> bool:
-        return slot.state == VALID and slot.pins == 0 and slot.ident not in self._children
-
     def _offer(self, slot: Slot) -> None:
         """Put `slot` where it belongs, after anything that may have made it fit there."""
-        if not self._is_idle(slot):
+        if slot.state != VALID or slot.pins:
             return
-        if slot.dirty:
+        if slot.dirty and slot not in self._unsaved.queued:
             self._unsaved.offer(slot)
         if slot.ident not in self._children:
             (slot.slab.dirty if slot.dirty else slot.slab.clean).offer(slot)
 
     def _room(self, slab: _Slab) -> Slot | None:
-        """An empty slot, from the cheapest source there is."""
-        if not slab.empty and not self._adopt_unused(slab):
-            coldest = self._coldest(slab)
-            if not self._steal(slab, coldest) and coldest is not None:
-                self._evict(coldest)
-        return slab.empty.pop() if slab.empty else None
+        """A slot in which nothing lies, from the cheapest source there is."""
+        several = len(self._slabs) > 1
+        if slab.empty or ((self._uncut or several) and self._adopt_unused(slab)):
+            return self._occupied(slab.empty.pop())
+        coldest = self._coldest(slab)
+        if several and self._steal(slab, coldest):
+            return self._occupied(slab.empty.pop())
+        if coldest is not None:
+            self._evict(coldest)
+        return coldest
+
+    def _occupied(self, slot: Slot) -> Slot:
+        """An empty slot counts as used from now on."""
+        slot.slab.unused.discard(slot.chunk)
+        slot.chunk.used += 1
+        self.held_bytes += slot.slab.slot_bytes
+        return slot
 
     def _adopt_unused(self, slab: _Slab) -> bool:
         """Give `slab` a chunk in which nothing lies."""
@@ -356,7 +373,8 @@ class SlotTable:
         return False
 
     def _coldest(self, slab: _Slab) -> Slot | None:
-        clean, dirty = slab.clean.first(), slab.dirty.first()
+        clean = slab.clean.first() if slab.clean.heap else None
+        dirty = slab.dirty.first() if slab.dirty.heap else None
         if clean is None or dirty is None:
             return clean or dirty
         in_turn = self.dirty_bytes > self._dirty_bytes_max and dirty.stamp < clean.stamp
@@ -381,37 +399,50 @@ class SlotTable:
         for slot in chunk.slots:
             if slot.state == VALID:
                 self._evict(slot)
+                self._vacant(slot)
         victim.slab.give_up(chunk)
         slab.adopt(chunk, self._chunk_bytes)
         return True
 
     def _evict(self, slot: Slot) -> None:
-        assert self._is_idle(slot)
+        """Forget an idle slot's block, at once; the slot is the caller's, who counts it as used."""
+        assert slot.state == VALID and not slot.pins
         self.evicted += 1
-        self.lost += slot.dirty
-        self.forget(slot)
+        if slot.dirty:
+            self.lost += 1
+            self.dirty_bytes -= slot.slab.slot_bytes
+            slot.dirty = False
+        self._changes.append((False, slot.name))
+        slot.state = DOOMED
+        del self._slots[slot.ident]
+        self._leave(slot.parent, slot.stamp)
 
     def _empty(self, slot: Slot) -> None:
         assert slot.state == DOOMED and slot.pins == 0 and not slot.dirty
         del self._slots[slot.ident]
-        self.held_bytes -= slot.slab.slot_bytes
+        self._vacant(slot)
+        self._leave(slot.parent, slot.stamp)
+
+    def _vacant(self, slot: Slot) -> None:
+        """The opposite of `_occupied`."""
         slot.state = EMPTY
         slot.slab.empty.append(slot)
+        self.held_bytes -= slot.slab.slot_bytes
         slot.chunk.used -= 1
         if slot.chunk.used == 0:
             slot.slab.unused.add(slot.chunk)
-        self._leave(_parent(slot.name), slot.stamp)
 
     def _leave(self, parent: Ident, stamp: int) -> None:
         """One child of `parent` less, last used at `stamp`."""
+        above = self._slots.get(parent)
+        if above is not None and above.stamp < stamp:
+            above.stamp = stamp
         left = self._children[parent] - 1
         if left:
             self._children[parent] = left
-        else:
-            del self._children[parent]
-        above = self._slots.get(parent)
+            return
+        del self._children[parent]
         if above is not None:
-            above.stamp = max(above.stamp, stamp)
             self._offer(above)
 
     # ---- for tests
@@ -441,8 +472,11 @@ class SlotTable:
         assert all(slot.state == VALID for slot in dirty)
         assert self.held_bytes == sum(slot.slab.slot_bytes for slot in held) <= self.arena_bytes
         assert self.dirty_bytes == sum(slot.slab.slot_bytes for slot in dirty)
-        assert self._children == Counter(_parent(slot.name) for slot in held)
+        parents = [(slot.name.parent, slot.name.group, slot.name.rank) for slot in held]
+        assert self._children == Counter(parents) == Counter(slot.parent for slot in held)
         for slot in held:
             coldest = slot.slab.dirty if slot.dirty else slot.slab.clean
-            assert slot in coldest or not self._is_idle_leaf(slot), "it would stay for ever"
-            assert slot in self._unsaved or not (slot.dirty and self._is_idle(slot))
+            idle = slot.state == VALID and not slot.pins
+            leaf = slot.ident not in self._children
+            assert slot in coldest or not (idle and leaf), "it would stay for ever"
+            assert slot in self._unsaved or not (idle and slot.dirty)
