@@ -133,3 +133,13 @@ def test_the_resets_hit_something(totals: Counter[str]) -> None:
     """Runs after the cases above."""
     print(totals)
     assert totals["forgotten"] > 100 and totals["in use"] > 20 and totals["cached"] > 100
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("tiered", [False, True], ids=["device", "tiers"])
+@pytest.mark.parametrize("seed", range(4200, 4260))
+def test_conservation_with_resets_full(seed: int, tiered: bool) -> None:
+    shape = SHAPES[seed % len(SHAPES)]
+    test = "tests/engine/test_forgetting.py::test_conservation_with_resets_full"
+    with replayable(test, f"{seed}-{tiered}"):
+        Machine(shape, seed, tiered=tiered, resets=True).run(4000)
