@@ -29,6 +29,7 @@ HOST_BYTES_MIN = 1 << 26
 DISK_SHARE = 0.9  # of nvme_gib that episodes may take
 FLUSH_S, FLUSHES_MAX = 5.0, 120
 REDIS_TTL_S = 7 * 24 * 3600  # longer than other blocks: nobody computes them again by the way
+REDIS_TTL_S_MAX = 10 * 365 * 24 * 3600
 LOADING, BUILDING = "load the model", "build and write episodes"
 
 Report = Callable[[str, float], None]
@@ -74,7 +75,7 @@ def build(asked: Asked, report: Report) -> Built:
     """Build every episode and write it to the tier that was asked for. Raises BanyanError with
     one sentence; what was written until then stays, and nobody finds it without its index."""
     from worker.episodes.build import EpisodeBuilder
-    from worker.episodes.outline import outline
+    from worker.episodes.outline import outline, patch_room
     from worker.models.load import load_model
 
     config = _config(asked)
@@ -85,12 +86,13 @@ def build(asked: Asked, report: Report) -> Built:
             f"The conversation has {len(said.token_ids)} tokens: a budget of "
             f"{options.budget_tokens} keeps them all, as the prefix cache does without episodes."
         )
+    patch_room(said.instruction, options)
     secret = read_secret(asked.secret_file)
-    found = outline(said.token_ids, said.ends, said.instruction, options)
     report(LOADING, 0.0)
     model = load_model(config, lambda done, total: report(LOADING, done / max(1, total)))
     report(LOADING, 1.0)
-    builder = EpisodeBuilder(model, said.token_ids, options)
+    builder = EpisodeBuilder(model, said.token_ids, options)  # refuses what is too long
+    found = outline(said.token_ids, said.ends, said.instruction, options)  # of that it takes long
     store = _open(config, model.spec, builder.episode_bytes, len(found.patches))
     try:
         last = _last_key(model.spec, said, secret, asked.tenant)
@@ -118,6 +120,8 @@ def _config(asked: Asked) -> ReplicaConfig:
             f"The KV codec {asked.kv_codec} keeps the newest tokens in a window, and an episode "
             "keeps tokens of the whole conversation: one of the two, not both."
         )
+    if asked.redis_ttl_s > REDIS_TTL_S_MAX:
+        raise InvalidRequest("Episodes stay in a shared tier for ten years at most.")
     if bool(asked.nvme) == bool(asked.redis):
         raise LaunchError("Episodes are written to one tier at a time: --nvme or --redis.")
     return parse_config(

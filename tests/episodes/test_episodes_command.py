@@ -162,6 +162,7 @@ def test_a_disk_tier_has_it_for_its_replica(
         (("--nvme", "x"), "one of nvme and nvme_gib alone"),
         (("--replica", "a"), "needs --nvme"),
         (("--redis", "redis://h", "--ttl-s", "0"), "redis_ttl_s of at least 1"),
+        (("--redis", "redis://h", "--ttl-s", str(10**17)), "for ten years at most"),
         (("--redis", "redis://u:secret@h"), "A password in --redis"),
         (("--redis", "redis://h", "--sinks", "64", *ASKED), "fewer than its budget"),
         (
@@ -187,3 +188,15 @@ def test_what_cannot_be_is_one_sentence(
 ) -> None:
     with pytest.raises(BanyanError, match=sentence):
         run(str(demo_model), "--conversation", str(said), *arguments)
+
+
+def test_what_is_too_long_is_not_clustered_first(
+    said: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def outlined(*_: object) -> None:
+        raise AssertionError("which may take minutes")
+
+    monkeypatch.setattr("worker.episodes.outline.outline", outlined)
+    said.write_text("\n".join(LINES * 80) + "\n")
+    with pytest.raises(BanyanError, match="does not fit the model's context of 8192"):
+        run(str(demo_model), "--conversation", str(said), "--redis", "redis://h", *ASKED)

@@ -27,6 +27,16 @@ class Outline:
     patches: tuple[tuple[int, ...], ...]
 
 
+def patch_room(instruction: Sequence[int], options: EpisodeOptions) -> int:
+    """How many ids of segments a patched prompt has room for. Raises InvalidRequest if for none."""
+    room = options.patch_tokens_max - len(instruction)
+    if room < 1:
+        raise InvalidRequest(
+            f"A block of {options.block_tokens} tokens has no room for a patched prompt."
+        )
+    return room
+
+
 def outline(
     history: Sequence[int],
     ends: Sequence[int],
@@ -42,11 +52,7 @@ def outline(
     vectors = np.stack([embed(links, ids) for ids in texts])
     found = cluster(vectors, options.episodes, options.seed)
     centroids = means(np.stack([embed(words, ids) for ids in texts]), found.labels)
-    room = options.patch_tokens_max - len(instruction)
-    if room < 1:
-        raise InvalidRequest(
-            f"A block of {options.block_tokens} tokens has no room for a patched prompt."
-        )
+    room = patch_room(instruction, options)
     patches = tuple(
         (*instruction, *_medoids(found, vectors, episode, texts, options.medoid_segments, room))
         for episode in range(len(found.centroids))
