@@ -124,6 +124,17 @@ def load_library(isa: str = "") -> tuple[ctypes.CDLL, str]:
     raise reason
 
 
+def built_library() -> ctypes.CDLL | None:
+    """The best library that is there and can be loaded; None if that takes a build."""
+    for one in supported():
+        try:
+            if one.name in _loaded or _built(one) is not None:
+                return load_library(one.name)[0]
+        except (NativeUnavailable, OSError):
+            continue
+    return None
+
+
 def _load(isa: InstructionSet) -> ctypes.CDLL:
     path = _build(isa)
     try:
@@ -148,16 +159,19 @@ def file_name(isa: InstructionSet) -> str:
     return f"banyan-{isa.name}-{digest.hexdigest()[:16]}.so"
 
 
+def _built(isa: InstructionSet) -> Path | None:
+    """The library's path if it is there."""
+    name, given = file_name(isa), os.environ.get("BANYAN_NATIVE")
+    paths = [Path(given) / name] if given else []
+    return next((path for path in (*paths, cache_folder() / name) if path.is_file()), None)
+
+
 def _build(isa: InstructionSet) -> Path:
     """The library's path; built unless it is there."""
-    name = file_name(isa)
-    given = os.environ.get("BANYAN_NATIVE")
-    if given and (Path(given) / name).is_file():
-        return Path(given) / name
-    folder = cache_folder()
+    name, folder = file_name(isa), cache_folder()
     try:
-        if (folder / name).is_file():
-            return folder / name
+        if (found := _built(isa)) is not None:
+            return found
         compiler()
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f".{isa.name}.lock").open("a") as lock:

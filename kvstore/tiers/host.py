@@ -24,10 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
+from kernels.native.copying import streaming_copy
 from kvstore.tiers.base import BlockName, Status, TierStats
 from kvstore.tiers.host_slots import Slot, SlotTable
 
 DIRTY_MAX_SHARE = 0.5
+STREAM_BYTES_MIN = 64 << 10  # of a block that is copied past the caches, if it can be
 PREFAULT_BYTES = 4 << 20  # a step of the background thread: the longest that `close` waits for it
 MADV_POPULATE_WRITE = 23  # Linux 5.14; elsewhere a first store touches the memory itself
 
@@ -67,6 +69,8 @@ class HostTier:
         assert self._table.arena_bytes > 0, "not even one block fits"
         self._arena = _arena(self._table.arena_bytes)
         self._bytes: NDArray[np.uint8] = np.frombuffer(self._arena, np.uint8)
+        self._start = self._bytes.ctypes.data
+        self._stream = streaming_copy()  # what leaves the device is not read soon
         self._stats = TierStats(bytes_max=self._table.arena_bytes)
         self._closed = threading.Event()
         self._prefault = threading.Thread(
@@ -281,10 +285,14 @@ class HostTier:
     def _copy_in(
         self, slot: Slot, memory: NDArray[np.uint8], view: memoryview, until: float
     ) -> Status:
-        """`view` into `slot`, which is FILLING."""
+        """`view` into `slot`, which is FILLING. The caller keeps `memory`, the arena."""
         if time.monotonic() >= until:
             return _LATE
-        memory[slot.at : slot.at + slot.bytes] = np.frombuffer(view, np.uint8)
+        if self._stream is None or slot.bytes < STREAM_BYTES_MIN or view.readonly:
+            memory[slot.at : slot.at + slot.bytes] = np.frombuffer(view, np.uint8)
+        else:
+            source = ctypes.addressof(ctypes.c_char.from_buffer(view))
+            self._stream(self._start + slot.at, source, slot.bytes)
         if self._verify:
             slot.xxh3 = xxh3_64_intdigest(view)
         return _OK

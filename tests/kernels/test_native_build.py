@@ -119,6 +119,18 @@ def test_a_build_in_the_cache_is_not_built_again(shop: Workshop) -> None:
     assert load_library("portable")[0].answer() == 42
 
 
+def test_what_is_built_is_found_and_nothing_is_built_for_it(shop: Workshop) -> None:
+    shop.patch.setattr(build, "INSTRUCTION_SETS", (BETTER, PORTABLE))
+    assert build.built_library() is None and shop.runs == 0
+    load_library("portable")
+    assert build.built_library() is load_library("portable")[0], "the better one is not built"
+    shop.patch.setattr(build, "_loaded", {})
+    found = build.built_library()
+    assert found is not None and found.answer() == 42 and shop.runs == 1
+    (shop.target.parent / file_name(BETTER)).write_bytes(b"no library")
+    assert build.built_library() is load_library("portable")[0] and shop.runs == 1
+
+
 def test_names_tell_sources_and_flags_apart(
     shop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:

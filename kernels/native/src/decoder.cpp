@@ -8,6 +8,7 @@
 
 #include "attention.h"
 #include "buffers.h"
+#include "copying.h"
 #include "encode.h"
 #include "gemm.h"
 #include "rows.h"
@@ -481,6 +482,10 @@ void banyan_decoder_recode(BanyanDecoder* decoder, const BanyanPages* pages) {
 
 int64_t banyan_read(BanyanDecoder* decoder, const void* from, int64_t bytes) {
   return decoder->decoder->read(from, bytes);
+}
+
+void banyan_copy_streaming(void* to, const void* from, int64_t bytes) {
+  banyan::copy_streaming((char*)to, (const char*)from, bytes);
 }
 
 int32_t banyan_step(BanyanDecoder* decoder, const BanyanStep* step) {
