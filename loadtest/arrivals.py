@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice, takewhile
 
@@ -63,6 +63,15 @@ def times_s(
     most = SESSIONS_MAX if sessions_max is None else min(sessions_max, SESSIONS_MAX)
     times = islice(accumulate(_gaps_s(arrivals, rate_hz, rng)), most)
     return list(takewhile(lambda at_s: at_s <= until_s, times))
+
+
+def evened(times_s: Sequence[float], rate_hz: float) -> list[float]:
+    """The same pattern at exactly this mean rate: the last session, the n-th, begins at n / rate.
+    Poisson arrivals remain such, given the time of the last one."""
+    if not times_s or times_s[-1] == 0:
+        return list(times_s)
+    factor = len(times_s) / rate_hz / times_s[-1]
+    return [factor * at_s for at_s in times_s]
 
 
 def _gaps_s(arrivals: Arrivals, rate_hz: float, rng: random.Random) -> Iterator[float]:

@@ -91,9 +91,13 @@ class Measurement:
         if rate_hz is None:
             return None
         bounds = [n for n in (plan.sessions_max, workload.sessions_max) if n is not None]
-        rng = rng_of(plan.seed, "arrivals", number)
+        # A search tries one pattern at all its rates: if each had its own, luck would decide, since
+        # few sessions often come at quite another rate than they should.
+        rng = rng_of(plan.seed, "arrivals", 0 if plan.search else number)
         bound = min(bounds, default=None)
         found = arrivals.times_s(plan.arrivals, rate_hz, rng, bound, plan.duration_s)
+        if plan.search and plan.duration_s is None:
+            found = arrivals.evened(found, rate_hz)
         if not found:
             raise InvalidRequest("No session begins in so short a time at this rate.")
         return found

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from load_rig import QueueTarget, measured, plan_of, virtually
 
 from loadtest import figures
-from loadtest.arrivals import CONSTANT, POISSON, Arrivals
+from loadtest.arrivals import CONSTANT, POISSON, Arrivals, evened
 from loadtest.page import page, verdict
 from loadtest.plan import Plan
 from loadtest.report import as_json
@@ -100,3 +102,22 @@ def test_a_sweep_shows_throughput_against_latency() -> None:
     assert points[0][1] < points[2][1]
     names = [row["name"] for row in as_json(run)["rows"]]
     assert len(names) == len(set(names)) and "ttft_p50@16/s" in names
+
+
+def test_all_rates_of_a_search_have_one_pattern_and_are_exact() -> None:
+    poisson = replace(plan(0.3), arrivals=Arrivals(POISSON), sessions=24)
+    run = virtually(measured(poisson, QueueTarget(token_s=0.01, servers=2)))
+    assert len(run.stages) > 4
+    patterns = []
+    for stage in run.stages:
+        assert stage.rate_hz is not None
+        at_s = sorted(record.intended_s for record in run.of(stage))
+        patterns.append([(later - at_s[0]) * stage.rate_hz for later in at_s])
+        assert patterns[-1] == pytest.approx(patterns[0], abs=1e-3)
+    gaps = {round(b - a, 3) for a, b in pairwise(patterns[0])}
+    assert len(gaps) > 12, "no pattern of chance"
+
+
+def test_evened_times_have_the_rate() -> None:
+    assert evened([1.0, 2.0, 8.0], 1.5) == [0.25, 0.5, 2.0]
+    assert evened([], 1.0) == [] and evened([0.0], 1.0) == [0.0]
