@@ -118,7 +118,7 @@ def test_conservation_with_resets(shape: str, seed: int, totals: Counter[str]) -
     test = "tests/engine/test_forgetting.py::test_conservation_with_resets"
     with replayable(test, f"{shape}-{seed}"):
         machine = Machine(shape, seed, resets=True)
-        machine.run(400)
+        machine.run(250)
         totals.update(machine.counts)
 
 
@@ -126,7 +126,7 @@ def test_conservation_with_resets(shape: str, seed: int, totals: Counter[str]) -
 def test_conservation_with_resets_over_tiers(shape: str, seed: int) -> None:
     test = "tests/engine/test_forgetting.py::test_conservation_with_resets_over_tiers"
     with replayable(test, f"{shape}-{seed}"):
-        Machine(shape, seed, tiered=True, resets=True).run(300)
+        Machine(shape, seed, tiered=True, resets=True).run(200)
 
 
 def test_the_resets_hit_something(totals: Counter[str]) -> None:
