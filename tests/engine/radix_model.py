@@ -78,7 +78,7 @@ class NaivePrefixes:
         return depth
 
     def _window_there(self, text: str, depth: int, group: int) -> bool:
-        first = max(0, depth - self.windows[group]) // self.size
+        first = max(0, depth - self.windows[group] + 1) // self.size
         last = (depth - 1) // self.size
         seen = {*range(min(self.sinks.get(group, 0), last + 1)), *range(first, last + 1)}
         ends = (min(depth, (block + 1) * self.size) for block in seen)

@@ -331,17 +331,19 @@ def test_an_insert_does_not_lengthen_somebody_elses_lock() -> None:
 WINDOWED = (FULL, KVGroup(1, GroupKind.WINDOW, (1,), 64, window_tokens=6))
 
 
-def windowed(drop: Sequence[int]) -> tuple[Bench, list[list[int]]]:
-    """16 tokens inserted by an owner who has dropped the window blocks `drop`."""
-    bench = Bench(*WINDOWED)
-    blocks = [pool.allocate(4) or [] for pool in bench.pools]
-    bench.pools[1].release([blocks[1][i] for i in drop])
-    blocks[1] = [-1 if i in drop else block for i, block in enumerate(blocks[1])]
-    bench.insert([1] * 16, blocks)
-    for pool, run in zip(bench.pools, blocks, strict=True):
+def windowed(
+    drop: Sequence[int], *groups: KVGroup, blocks: int = 4
+) -> tuple[Bench, list[list[int]]]:
+    """Blocks of tokens inserted by an owner who has dropped the window blocks `drop`."""
+    bench, count = Bench(*(groups or WINDOWED)), blocks
+    owned = [pool.allocate(count) or [] for pool in bench.pools]
+    bench.pools[1].release([owned[1][i] for i in drop])
+    owned[1] = [-1 if i in drop else block for i, block in enumerate(owned[1])]
+    bench.insert([1] * SIZE * count, owned)
+    for pool, run in zip(bench.pools, owned, strict=True):
         pool.release(run)
     bench.check()
-    return bench, blocks
+    return bench, owned
 
 
 def test_a_match_gives_only_the_blocks_its_window_needs() -> None:
@@ -356,9 +358,10 @@ def test_a_match_gives_only_the_blocks_its_window_needs() -> None:
     [
         ([0, 1], 16, 16),
         ([0, 1], 14, 14),
-        ([0, 1], 13, 0),  # position 7 is needed and gone, and so is all before
+        ([0, 1], 13, 13),  # position 13 sees 8 to 13
+        ([0, 1], 12, 0),  # position 7 is needed and gone, and so is all before
         ([1], 16, 16),
-        ([1], 13, 4),  # block 0 alone serves the first four tokens
+        ([1], 12, 4),  # block 0 alone serves the first four tokens
         ([3], 16, 12),
         ([2], 16, 8),
         ([0, 1, 2, 3], 16, 0),
@@ -367,6 +370,44 @@ def test_a_match_gives_only_the_blocks_its_window_needs() -> None:
 def test_a_match_ends_where_the_window_is_whole(drop: list[int], limit: int, usable: int) -> None:
     bench, _ = windowed(drop)
     assert bench.cache.match(CHAIN, [1] * 16, limit).tokens == usable
+
+
+@pytest.mark.parametrize("window", [2, 3, 5, 6, 8, 9])
+@pytest.mark.parametrize("sinks", [0, 1])
+def test_a_match_asks_for_exactly_what_its_next_token_sees(window: int, sinks: int) -> None:
+    """By the mask of the kernels' reference: a query at t sees p > t - window, and sinks. Without
+    any other block the match is whole, without one of these it is shorter."""
+    tokens = 6 * SIZE
+    group = KVGroup(1, GroupKind.WINDOW, (1,), 64, window_tokens=window, sink_tokens=sinks)
+    for matched in range(1, tokens + 1):
+        seen = {p // SIZE for p in range(matched) if p < sinks or p > matched - window}
+        own = {(matched - 1) // SIZE}  # holds the last position, which a further match may see
+        for gone in [set(range(6)) - seen - own, *({block} for block in seen)]:
+            bench, _ = windowed(sorted(gone), FULL, group, blocks=6)
+            match = bench.cache.match(CHAIN, [1] * tokens, matched)
+            assert (match.tokens == matched) == (not gone & seen), (window, matched, gone)
+            if match.tokens == matched:
+                held = {i for i, block in enumerate(match.blocks[1]) if block >= 0}
+                assert held == {block for block in seen if block < matched // SIZE}
+
+
+def test_a_long_leaf_is_cut_once_for_the_sake_of_one_block() -> None:
+    group = KVGroup(1, GroupKind.WINDOW, (1,), 64, window_tokens=6, sink_tokens=SIZE)
+    bench, _ = windowed(range(1, 64), FULL, group, blocks=64)
+    told: list[int] = []
+    bench.cache.on_leaving(lambda going: told.append(len(going)))
+    assert bench.cache.evict([0, 64]) and not any(bench.cache.holders())
+    assert told == [64, 1], "each group's blocks leave in one go"
+    bench.check()
+
+
+def test_a_cut_frees_no_more_than_is_short() -> None:
+    group = KVGroup(1, GroupKind.WINDOW, (1,), 64, window_tokens=6, sink_tokens=SIZE)
+    bench, _ = windowed([*range(1, 40), *range(42, 64)], FULL, group, blocks=64)
+    assert bench.cache.evict([1, 0]) and [pool.free for pool in bench.pools] == [1, 61]
+    assert bench.cache.evict([2, 62]), "one of those inside"
+    assert [pool.free for pool in bench.pools] == [2, 62]
+    bench.check()
 
 
 def test_window_blocks_that_are_missing_are_adopted_from_a_later_owner() -> None:

@@ -120,7 +120,7 @@ class Machine:
             assert len(run) == full
             left = 0
             if g in self.windows:
-                left = min(full, max(0, match.tokens - self.windows[g]) // self.size)
+                left = min(full, max(0, match.tokens - self.windows[g] + 1) // self.size)
             kept = min(left, self.sinks[g])
             assert all(block == -1 for block in run[kept:left])
             whole = [(i, run[i], self.size) for i in (*range(kept), *range(left, full))]
@@ -185,7 +185,7 @@ class Machine:
                 self.content[g][request.blocks[g][i]][j] = request.text[: position + 2]
             request.computed = position + 1
         for g, window in self.windows.items():
-            for i in range(self.sinks[g], max(0, request.computed - window) // self.size):
+            for i in range(self.sinks[g], max(0, request.computed - window + 1) // self.size):
                 if request.blocks[g][i] >= 0 and self.rng.random() < 0.9:
                     self.pools[g].release([request.blocks[g][i]])
                     request.blocks[g][i] = -1

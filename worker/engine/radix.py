@@ -113,7 +113,7 @@ class RadixCache:
         full = matched // self._size
         blocks = [tuple(run[:full]) for run in runs] or [()] * len(self._pools)
         for g, window in self._windows:
-            left = min(full, max(0, matched - window) // self._size)
+            left = min(full, max(0, matched - window + 1) // self._size)
             kept = min(left, self._pools[g].group.sink_blocks(self._size))
             blocks[g] = blocks[g][:kept] + (-1,) * (left - kept) + blocks[g][left:]
         boundary = tuple(node.tail) if matched % self._size else None
@@ -239,11 +239,11 @@ class RadixCache:
         return True
 
     def _drop_leaves(self, wanted: Sequence[tuple[BlockPool, int]]) -> None:
-        while (short := max(count - pool.free for pool, count in wanted)) > 0:
+        while any(count > pool.free for pool, count in wanted):
             node = self._tree.recency.oldest()
             if node is None:
                 return
-            self._tree.drop(node, short)
+            self._tree.drop(node, self._tree.cut_for(node, wanted))
 
     def evictable(self, group: int) -> int:
         """Blocks of a group that eviction could free now, whoever else refers to blocks. O(1)."""

@@ -189,12 +189,22 @@ class RadixTree:
         if going:
             self.leaving(going)
 
-    def drop(self, leaf: Node, count: int) -> None:
-        """Cut the last `count` blocks off an unlocked leaf; all of it if it has no more.
+    def cut_for(self, leaf: Node, wanted: Sequence[tuple[BlockPool, int]]) -> int:
+        """How many of an unlocked leaf's last blocks `drop` has to cut until every pool has as many
+        free blocks as are wanted of it, one at least; all, if these are not enough. Absent and
+        shared blocks free nothing, so that it may be many for the sake of one."""
+        most, needed = 1, (leaf.end - 1) // self._size + 1 - leaf.start // self._size
+        for pool, count in wanted:
+            run, short, cut = leaf.references(pool.group.id), count - pool.free, 0
+            while short > 0 and cut < needed:
+                cut += 1
+                block = run[-cut]
+                short -= block >= 0 and pool.references(block) == 1
+            most = max(most, cut)
+        return most
 
-        Each cut frees at most one block of a group, so a caller short of `count` cuts no more
-        than it needs.
-        """
+    def drop(self, leaf: Node, count: int) -> None:
+        """Cut the last `count` blocks off an unlocked leaf; all of it if it has no more."""
         assert not leaf.children and leaf.locks == 0 and count > 0
         self.version += 1
         edge = ((leaf.end - 1) // self._size + 1 - count) * self._size

@@ -24,8 +24,8 @@ from worker.engine.radix_ops import OpLog
 def fit_window(
     path: Sequence[Node], run: Sequence[int], group: KVGroup, matched: int, size: int
 ) -> int:
-    """The longest match <= `matched` whose sinks and last `window_tokens` positions `group` still
-    has.
+    """The longest match <= `matched` of which `group` still has the sinks and what the next token
+    sees: its window counts itself, so that window_tokens - 1 positions of the match are in it.
 
     `path` are the matching nodes from the root, `run` the group's full blocks along them, `size`
     the tokens of a block. Walks back from the end; each block is looked at about once.
@@ -39,7 +39,7 @@ def fit_window(
         if node.block_at(group.id, last - node.start // size) < 0:
             matched = max(node.start, last * size)
             continue
-        first = max(0, matched - group.window_tokens) // size
+        first = max(0, matched - group.window_tokens + 1) // size
         seen = chain(range(min(sinks, first)), range(last - 1, first - 1, -1))
         hole = next((i for i in seen if run[i] < 0), None)
         if hole is None:
@@ -120,6 +120,7 @@ class InteriorBlocks:
         return iter(self._nodes)
 
     def _inside(self, node: Node) -> range:
-        """Which of the node's full blocks lie behind the sinks and before the window at its end."""
+        """Which of the node's full blocks lie behind the sinks and before the window at its end: a
+        token more than a match there needs, as the same prompt again computes its last token."""
         edge, first = (node.end - self._pool.group.window_tokens) // self._size, node.start
         return range(max(0, self._sinks - first // self._size), edge - first // self._size)
