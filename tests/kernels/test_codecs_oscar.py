@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from codec_cases import relative_error, restored
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kernels.codecs.hadamard import sylvester
 from kernels.codecs.oscar import (
@@ -15,7 +17,7 @@ from kernels.codecs.oscar import (
     oscar,
     second_moment,
 )
-from kernels.codecs.uniform import UniformVectors
+from kernels.codecs.uniform import SETTLE_PASSES_2_BITS, UniformVectors
 
 DIM, KV_HEADS, GROUP = 64, 2, 3
 
@@ -87,6 +89,27 @@ def test_error_on_normal_rows(dim: int, clip: float, expected: float) -> None:
     codec = UniformVectors(dim, 2, rotation=rotation, clip=clip)
     x = torch.randn(1, 4000, dim, generator=torch.Generator().manual_seed(6))
     assert relative_error(x, restored(codec, codec.encode(x))) == pytest.approx(expected, rel=0.03)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    dim=st.sampled_from([64, 80, 128]),
+    clip=st.sampled_from([0.96, 0.92]),
+    exponent=st.integers(-8, 6),
+    power=st.sampled_from([1, 3]),
+)
+def test_cut_codes_settle_a_pass_before_the_last(
+    seed: int, dim: int, clip: float, exponent: int, power: int
+) -> None:
+    """So that nobody has to ask a device whether they have."""
+    x = torch.randn(500, dim, generator=torch.Generator().manual_seed(seed)) ** power
+    codec = UniformVectors(dim, 2, clip=clip)
+    codes = codec._rounded(x * 2.0**exponent)
+    for _ in range(SETTLE_PASSES_2_BITS - 1):
+        codes = codec._rounded(codec.decode(codes))
+    assert torch.equal(codec._rounded(codec.decode(codes)), codes), f"seed {seed}"
+    assert torch.equal(codec.encode(x * 2.0**exponent), codes), f"seed {seed}"
 
 
 @pytest.mark.parametrize(("dim", "token_bytes"), [(128, 72), (64, 40)])
