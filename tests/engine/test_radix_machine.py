@@ -112,8 +112,9 @@ class Machine:
 
     def match(self, chain: keys.ChainSpec, tokens: list[int], limit: int) -> Match:
         text = self.alphabet.spell(chain, tokens)
+        known = self.cache.matched(chain, tokens, limit)
         match = self.cache.match(chain, tokens, limit)
-        assert match.tokens == self.model.match(text, limit)
+        assert known == match.tokens == self.model.match(text, limit)
         full, rest = divmod(match.tokens, self.size)
         assert (match.boundary is None) == (rest == 0)
         for g, run in enumerate(match.blocks):

@@ -9,6 +9,7 @@ from dict_tier import DictTier
 from engine_rig import BLOCK, Rig, request, tokens
 
 from kvstore.fetch import Level
+from kvstore.keys import ChainSpec
 from kvstore.tiered import TieredStore
 from kvstore.tiers.host import HostTier
 from kvstore.tiers.nvme import NvmeTier
@@ -88,6 +89,32 @@ def test_a_prompt_pushed_out_comes_back_from_host(shape: str) -> None:
     assert rig.usage("first").cached_tokens == 0
     assert rig.usage("second").cached_tokens >= 60
     assert rig.store.loaded_blocks[Level.HOST] > 0
+    rig.close()
+
+
+@pytest.mark.parametrize("shape", ["window", "sinks"])
+def test_windows_lost_on_the_device_come_back_from_host(shape: str) -> None:
+    rig = TierRig(shape, host=400, blocks=40)
+    rig.price()
+    prompt = tokens(64)
+    rig.submit(request("first", prompt, 4))
+    rig.run()
+    evict_all(rig, 10)
+    rig.submit(request("second", prompt, 4))
+    rig.run()
+    memory = rig.core.scheduler.memory
+    chain, limit = ChainSpec(next(iter(memory.cache._tree.roots)), BLOCK), len(prompt) - 1
+    assert memory.cache.matched(chain, prompt, limit) >= 60
+    lost = rig.model.spec.groups[1].id
+    memory.cache._tree.strip_everywhere(lost, memory.pools[lost].total)
+    assert memory.cache.matched(chain, prompt, limit) == 0
+    loaded = rig.store.loaded_blocks[Level.HOST]
+    rig.submit(request("third", prompt, 4))
+    rig.run()
+    rig.assert_exact()
+    assert rig.usage("third").cached_tokens >= 60
+    assert rig.store.loaded_blocks[Level.HOST] > loaded
+    assert memory.cache.matched(chain, prompt, limit) >= 60, "for the next one too"
     rig.close()
 
 

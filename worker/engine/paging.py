@@ -89,7 +89,7 @@ class PagedMemory:
         return self.cache.match(sequence.request.chain, sequence.tokens, limit)
 
     def matched(self, sequence: Sequence) -> int:
-        """How many of its tokens the cache knows. Mutates nothing, not even the order of use."""
+        """How many of its tokens a match would have. Mutates nothing, not even the order of use."""
         if self.cache is None or not sequence.request.cacheable:
             return 0
         tokens = sequence.tokens

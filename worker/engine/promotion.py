@@ -107,7 +107,8 @@ class Promoter:
 
     @guarded(None)
     def prefetch(self, sequence: Sequence) -> None:
-        """Start bringing up what the device does not have of a sequence that queues."""
+        """Start bringing up what the device does not have of a sequence that queues. Where a window
+        lost blocks it is all behind the shorter match, as what comes is whole in every group."""
         self.forget(sequence)
         if self._memory.cache is None or not sequence.request.cacheable:
             return

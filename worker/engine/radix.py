@@ -90,7 +90,7 @@ class RadixCache:
             return self._match_at(root or root_node(len(self._pools)), 0, [])
         query = tokens_u32le(tokens[:end])
         path, matched = self._tree.walk(root, query, end, edge_marks(chain, end))
-        runs = [[block for n in path for block in n.blocks[g]] for g in range(len(self._pools))]
+        runs = self._runs(path)
         matched = self._fit_windows(path, runs, matched)
         while path[-1].start >= matched and path[-1].parent is not None:
             path.pop()
@@ -101,12 +101,17 @@ class RadixCache:
         return self._match_at(node, matched, runs)
 
     def matched(self, chain: ChainSpec, tokens: Sequence[int], limit: int) -> int:
-        """How many of tokens[:limit] are known, without regard to windows. Mutates nothing."""
+        """How many of tokens[:limit] `match` would give. Mutates nothing."""
         root = self._tree.roots.get(chain.root)
         end = min(limit, len(tokens))
         if root is None or end <= 0:
             return 0
-        return self._tree.walk(root, tokens_u32le(tokens[:end]), end, edge_marks(chain, end))[1]
+        query = tokens_u32le(tokens[:end])
+        path, matched = self._tree.walk(root, query, end, edge_marks(chain, end))
+        return self._fit_windows(path, self._runs(path), matched) if self._windows else matched
+
+    def _runs(self, path: list[Node]) -> list[list[int]]:
+        return [[block for n in path for block in n.blocks[g]] for g in range(len(self._pools))]
 
     def _match_at(self, node: Node, matched: int, runs: list[list[int]]) -> Match:
         assert node.end == matched
