@@ -64,6 +64,7 @@ class TieredStore:
         self._coming: dict[_Slot, list[tuple[Fetch, int, int]]] = {}
         self._ops: list[TierOp] = []
         self._filling: set[_Slot] = set()  # slots of ours in the host tier
+        self._paused = False
         self._sinker = Sinker(host, self.lower, self._sank)
         host.hear(partial(self._note, Level.HOST))
         for level, queue in self.lower.items():
@@ -75,6 +76,8 @@ class TieredStore:
 
     def demote(self, names: Sequence[BlockName], blocks: Sequence[memoryview]) -> None:
         """Keep copies of blocks that leave the device, as far as there is room. Parents first."""
+        if self._paused:
+            return
         there = self.host.lookup(names, 0.0)
         known = [name for name, found in zip(names, there, strict=True) if found]
         new = [(n, b) for n, b, found in zip(names, blocks, there, strict=True) if not found]
@@ -119,6 +122,8 @@ class TieredStore:
     def refresh(self, fetch: Fetch, block: int) -> None:
         """Look again, from `block` on, for what is not on its way. O(blocks), no IO."""
         fetch.began_s = time.monotonic()
+        if self._paused:
+            return
         end = len(fetch.places[0])
         near: list[int] = []  # per group: where its window begins
         for group, row in enumerate(fetch.rows):
@@ -310,6 +315,8 @@ class TieredStore:
     def load(self, names: Sequence[BlockName], into: Sequence[memoryview]) -> list[Status]:
         """Copy what host memory has to where it is wanted, one view per name; undefined where the
         status is not OK. Bytes of a block are as on the device, those of a meta as they were."""
+        if self._paused:
+            return [Status.MISS] * len(names)
         codecs = [self._codec(name) for name in names]
         places = [
             view if codec is None else memoryview(bytearray(codec.encoded_bytes))
@@ -354,10 +361,21 @@ class TieredStore:
         lower = {level: queue.tier.stats() for level, queue in self.lower.items()}
         return {Level.HOST: self.host.stats(), **lower}
 
+    def pause(self) -> None:
+        """Until `resume` nothing more goes down and nothing comes up: blocks that leave the device
+        are lost, and sequences find nothing. Once the engine's thread is between two steps, what it
+        had begun is over. From any thread, as `resume`."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """The end of a `pause`."""
+        self._paused = False
+
     def clear(self, timeout_s: float) -> int:
         """Forget all blocks and objects of every tier; how many host memory and disk held. Waits
-        for what is under way, so it is for a thread that may. Of a shared tier as much goes as its
-        server and the time allow. Raises NoReplica if a tier does not answer or come to rest."""
+        for what is under way, so it is for a thread that may; what comes all the time makes it fail
+        unless there is a `pause`. Of a shared tier as much goes as its server and the time allow.
+        Raises NoReplica if a tier does not answer or come to rest."""
         held = sum(stats.blocks for stats in self.stats().values())
         self.host.clear()  # first: what was to sink from it has no source any more
         until_s = time.monotonic() + timeout_s

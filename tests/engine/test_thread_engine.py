@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 from engine_rig import BLOCK, Recorder, request, tokens
+from test_tiers_engine import TierRig
 
 from seams.clock import SystemClock
 from seams.errors import Cancelled, DeadlineExceeded, InternalError, InvalidRequest, NoReplica
@@ -327,3 +328,22 @@ def test_a_reset_of_the_cache_says_what_went_before_it_answers() -> None:
         ((forgotten, keys),) = said
         assert forgotten.blocks >= keys >= 40 // BLOCK and forgotten.in_use == 0
         assert run.engine.load().blocks_cached == 0
+
+
+def test_a_reset_says_what_tiers_lost_before_it_answers() -> None:
+    rig = TierRig(host=400)
+    rig.submit(request("a", tokens(8 * BLOCK), 2))
+    rig.run()
+    rig.core.memory.cache.clear()
+    rig.step()
+    held = rig.store.host.stats().blocks
+    rig.store.clear(5.0)
+    said: list[CacheOp] = []
+    before: list[int] = []
+    engine = ThreadEngine(rig.core)
+    engine._on_step = lambda output: said.extend(output.cache_ops)
+    engine.forget_cache(lambda _: before.append(sum(len(op.keys) for op in said)))
+    assert engine._serve_once()
+    assert {(op.kind, op.tier) for op in said} == {(CacheOpKind.REMOVED, 1)}
+    assert before == [held] and held >= 8
+    rig.close()

@@ -105,12 +105,45 @@ def test_tiers_are_cleared_when_asked(
     stream.cancel()
 
 
+def test_nothing_goes_round_a_reset_by_way_of_a_tier(
+    start_replica: StartReplica, router: FakeRouter, tmp_path: Path, monkeypatch: Any
+) -> None:
+    store = tiers.open_tiers(config(nvme=str(tmp_path), nvme_gib=0.05), SPEC)
+    assert store is not None
+    start_replica(blocks=20, tiers=store)
+    address, stream = router.attached().address, router.execute()
+
+    def push_out(name: str, token: int) -> None:
+        stream.submit(name, [token] * 300)
+        stream.tokens(name)
+        assert store.flush(10.0)
+
+    assert cached(stream, "a") == 0
+    push_out("b", 7)
+    (disk,) = [queue.tier for queue in store.lower.values()]
+    clear, meanwhile = disk.clear, []
+
+    def busy() -> None:
+        meanwhile.append(cached(stream, "c"))  # it would come up from the disk,
+        clear()
+        push_out("d", 8)  # and go down again now that the disk is empty
+
+    monkeypatch.setattr(disk, "clear", busy)
+    assert reset(address, router.token(), tiers=True).tier_blocks > 0
+    assert meanwhile == [0] and not any(stats.blocks for stats in store.stats().values())
+    assert cached(stream, "e") == 0
+    push_out("f", 9)
+    assert all(stats.blocks > 0 for stats in store.stats().values()), "else it goes down"
+    assert cached(stream, "g") > 0, "and comes up"
+    stream.cancel()
+
+
 def test_a_tier_that_does_not_answer_is_an_error(
     start_replica: StartReplica, router: FakeRouter, tmp_path: Path, monkeypatch: Any
 ) -> None:
     store = tiers.open_tiers(config(nvme=str(tmp_path), nvme_gib=0.05), SPEC)
     assert store is not None
-    start_replica(tiers=store)
+    start_replica(blocks=20, tiers=store)
     address = router.attached().address
     (queue,) = store.lower.values()
     monkeypatch.setattr(queue.tier, "stats", lambda: TierStats(state="broken"))
@@ -120,3 +153,10 @@ def test_a_tier_that_does_not_answer_is_an_error(
         reset(address, router.token(), tiers=True)
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
     assert reset(address, router.token()).blocks == 0
+    monkeypatch.undo()
+    stream = router.execute()
+    assert cached(stream, "a") == 0
+    stream.submit("b", [7] * 300)
+    stream.tokens("b")
+    assert store.host.stats().blocks > 0, "blocks go down again after a reset that failed"
+    stream.cancel()

@@ -143,8 +143,10 @@ class ThreadEngine:
 
     def _forget(self, core: EngineCore, done: Callable[[Forgotten], None]) -> None:
         forgotten, cache = forget_cache(core.scheduler), core.memory.cache
-        self._load = core.load()
+        self._load, tiers = core.load(), core.scheduler.tiers
         ops = tuple(cache.take_ops()) if cache is not None else ()
+        if tiers is not None:  # else a reset of theirs would be told a step later
+            ops += tuple(tiers.take_ops())
         self._deliver(StepOutput(self._load.steps, (), ops, self._load))
         done(forgotten)
 

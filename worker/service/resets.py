@@ -25,24 +25,34 @@ class CacheResets:
         self._one = asyncio.Lock()
 
     async def run(self, *, tiers: bool) -> api_pb2.ReplicaReset:
-        """Empty the device's cache, and with `tiers` all below it; then the device's again, for
-        what came up from a tier meanwhile. The events are in the log when this returns.
+        """Empty the device's cache, and with `tiers` all below it. The events are in the log when
+        this returns.
 
         Raises NoReplica if the engine or a tier does not come to it.
         """
         async with self._one:
-            dropped = await self._device()
-            below = 0
             if tiers and self._tiers is not None:
-                below = await asyncio.to_thread(self._tiers.clear, TIERS_S_MAX)
-                again = await self._device()
-                dropped = Forgotten(dropped.blocks + again.blocks, dropped.in_use + again.in_use)
+                dropped, below = await self._all(self._tiers)
+            else:
+                dropped, below = await self._device(), 0
         return api_pb2.ReplicaReset(
             replica=self._replica,
             blocks=dropped.blocks,
             blocks_in_use=dropped.in_use,
             tier_blocks=below,
         )
+
+    async def _all(self, tiers: TieredStore) -> tuple[Forgotten, int]:
+        """The device's, then the tiers' blocks. Nothing moves between them meanwhile: what came up
+        after the first could go down again after the second."""
+        tiers.pause()
+        try:
+            dropped = await self._device()
+            below = await asyncio.to_thread(tiers.clear, TIERS_S_MAX)
+            again = await self._device()  # which says what the tiers lost
+        finally:
+            tiers.resume()
+        return Forgotten(dropped.blocks + again.blocks, dropped.in_use + again.in_use), below
 
     async def _device(self) -> Forgotten:
         loop = asyncio.get_running_loop()
