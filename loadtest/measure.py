@@ -60,7 +60,14 @@ class Measurement:
             await self._stage(rate_hz)
 
     async def _holds(self, rate_hz: float) -> bool:
-        """Whether enough requests meet the objective at this rate."""
+        """Whether enough requests meet the objective at this rate. Below the first one it may be so
+        low that no session begins in a stage: then there is nothing to find there."""
+        plan = self._plan
+        rng = rng_of(plan.seed, "arrivals", 0)
+        if self._log.run.stages and not arrivals.times_s(
+            plan.arrivals, rate_hz, rng, 1, plan.duration_s
+        ):
+            return False
         return holds(self._log.run, await self._stage(rate_hz))
 
     async def _stage(self, rate_hz: float | None) -> Stage:

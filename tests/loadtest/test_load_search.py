@@ -89,6 +89,15 @@ def test_an_objective_that_nothing_meets() -> None:
     assert "none that was tried, down to 0.5 sessions/s." in verdict(run)
 
 
+def test_a_rate_too_low_for_any_session_ends_the_search() -> None:
+    short = replace(plan(0.001), sessions=None, duration_s=0.75)
+    run = virtually(measured(short, QueueTarget()))
+    assert [stage.rate_hz for stage in run.stages] == [2.0], "at 1/s the first would come too late"
+    assert figures.rate_found_hz(run) is None and "down to 2 sessions/s." in verdict(run)
+    with pytest.raises(InvalidRequest, match="No session begins"):
+        virtually(measured(replace(short, duration_s=0.4), QueueTarget()))
+
+
 def test_a_sweep_shows_throughput_against_latency() -> None:
     sweep = plan_of(
         arrivals=Arrivals(POISSON), rates_hz=(4.0, 8.0, 16.0), sessions=60,
