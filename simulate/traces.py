@@ -9,6 +9,8 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import math
+import zlib
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,8 +21,9 @@ from simulate.workload import TRACE_BLOCK_TOKENS, Cells, Grain, SimRequest, Work
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 Traced = Callable[[int, str], SimRequest]
-"""What a line of a trace, and its number, stand for. Raises ValueError, LookupError, TypeError or
-AttributeError for one that is no request."""
+"""What a line of a trace, and its number, stand for. Raises one of NO_REQUEST for another."""
+
+NO_REQUEST = (ValueError, LookupError, TypeError, AttributeError, OverflowError)
 
 
 def read_trace(path: Path, grain: Grain, requests_max: int | None = None) -> Workload:
@@ -35,7 +38,7 @@ def read_trace(path: Path, grain: Grain, requests_max: int | None = None) -> Wor
                 if len(requests) == requests_max:
                     break
                 requests.append(request)
-    except (OSError, EOFError, UnicodeDecodeError, csv.Error):
+    except (OSError, EOFError, UnicodeDecodeError, csv.Error, zlib.error):
         raise InvalidRequest(f"The trace {path} cannot be read.") from None
     if not requests:
         raise InvalidRequest(f"The trace {path} has no requests.")
@@ -56,7 +59,7 @@ def _requests(path: Path, grain: Grain, lines: Iterator[str]) -> Iterator[SimReq
             continue
         try:
             yield traced(number, line)
-        except (ValueError, LookupError, TypeError, AttributeError):
+        except NO_REQUEST:
             raise InvalidRequest(f"Line {line_number} of the trace {path} is no request.") from None
         number += 1
 
@@ -75,10 +78,11 @@ def _mooncake(grain: Grain) -> Traced:
         if not isinstance(ids, list) or not 0 < tokens <= TRACE_BLOCK_TOKENS * len(ids):
             raise ValueError("hash_ids do not cover input_length")
         cells = [hash_id * per + at for hash_id in ids for at in range(per)][: grain.cells(tokens)]
+        at_s = float(written["timestamp"]) / 1000
         output_tokens = max(1, int(written["output_length"]))
-        return request_of(
-            grain, number, float(written["timestamp"]) / 1000, cells, tokens, output_tokens
-        )
+        if not math.isfinite(at_s):
+            raise ValueError("a timestamp that is no time")
+        return request_of(grain, number, at_s, cells, tokens, output_tokens)
 
     return traced
 
