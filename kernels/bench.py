@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -20,8 +21,9 @@ from kernels.attention import AttentionBatch, AttentionSpec
 from kernels.backends import backend_for
 from kernels.batch import build_batch
 from kernels.codecs.cold import TurboCold
-from kernels.cold import Fp8Cold
+from kernels.cold import ColdCodec, Fp8Cold
 from kernels.layout import LayerPages, PageLayout
+from kernels.native.build import NativeUnavailable, load_library
 from seams.bench import Report, Row, alternate, median
 
 LAYERS, BLOCK_TOKENS = 4, 16
@@ -85,16 +87,18 @@ class Shape:
         return [(q, layer[0], layer[1]) for layer in layers]
 
 
-def _timer(calls: list[Callable[[], object]]) -> Callable[[], float]:
+def _timer(
+    calls: list[Callable[[], object]], clock: Callable[[], float] = time.perf_counter
+) -> Callable[[], float]:
     """Microseconds of one call, the mean over whole rounds of `calls`."""
 
     def measure() -> float:
-        count, began = 0, time.perf_counter()
-        while count == 0 or time.perf_counter() - began < CALL_S_MIN:
+        count, began = 0, clock()
+        while count == 0 or clock() - began < CALL_S_MIN:
             for call in calls:
                 call()
             count += len(calls)
-        return (time.perf_counter() - began) / count * 1e6
+        return (clock() - began) / count * 1e6
 
     return measure
 
@@ -176,27 +180,32 @@ def step_rows(rounds: int) -> Iterator[Row]:
 
 
 def cold_rows(rounds: int) -> Iterator[Row]:
-    """Cold codecs: GB of a block's own bytes per second, beside copying them."""
+    """Cold codecs: CPU time of a block, all threads together, beside a copy's."""
+    with suppress(NativeUnavailable):
+        load_library()
     layout = PageLayout(30, KV_HEADS, BLOCK_TOKENS, DIM, DIM, "bf16")
     numbers = torch.randn(layout.block_bytes // 2, generator=torch.Generator().manual_seed(2))
     block = memoryview(bytearray(numbers.bfloat16().view(torch.uint8).numpy().tobytes()))
-    copy = _timer([lambda: bytearray(block)])
-    for name, codec in (("fp8", Fp8Cold(layout)), ("turboquant4", TurboCold(layout))):
+    copy = _timer([lambda: bytearray(block)], time.process_time)
+    codecs: dict[str, ColdCodec] = {
+        "fp8": Fp8Cold(layout),
+        "turboquant4": TurboCold(layout),
+        "turboquant4 by torch": TurboCold(layout, compiled=False),
+    }
+    for name, codec in codecs.items():
         encoded, decoded = (
             memoryview(bytearray(size)) for size in (codec.encoded_bytes, layout.block_bytes)
         )
         codec.encode(block, encoded)
-        samples = alternate(
-            {
-                "encode": _timer([partial(codec.encode, block, encoded)]),
-                "decode": _timer([partial(codec.decode, encoded, decoded)]),
-                "copy": copy,
-            },
-            rounds,
-        )
-        rate = {key: layout.block_bytes / median(us) / 1e3 for key, us in samples.items()}
-        for way in ("encode", "decode"):
-            yield Row(f"cold/{name}/{way}", rate[way], "GB/s", rounds, "copy", rate["copy"])
+        ways = {
+            "encode": partial(codec.encode, block, encoded),
+            "decode": partial(codec.decode, encoded, decoded),
+        }
+        timers = {way: _timer([call], time.process_time) for way, call in ways.items()}
+        samples = alternate({**timers, "copy": copy}, rounds)
+        for way in ways:
+            us, beside = median(samples[way]), median(samples["copy"])
+            yield Row(f"cold/{name}/{way}", us, "us", rounds, "copy", beside)
         yield Row(f"cold/{name}/bytes", codec.encoded_bytes, "bytes", 1, "bf16", layout.block_bytes)
 
 

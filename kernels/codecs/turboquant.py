@@ -47,9 +47,10 @@ class TurboVectors:
         self.dim, self.bits, self.seed = dim, bits, seed
         self.index_bytes = packed_bytes(dim, bits)
         self.vector_bytes = self.index_bytes + NORM_BYTES
-        self._returns_as = returns_as
+        self.returns_as = returns_as
         book = lloyd_max(bits)
-        self._stretches = book.scale_range(ROUNDING * dim**0.5)
+        # Factors, lowest and highest, to which a codeword of a settled code may be stretched.
+        self.stretches = book.scale_range(ROUNDING * dim**0.5)
         # float32 [2 ** bits]; of few bits, so that sums of `dim` of them are exact in float32 too.
         self.centroids = torch.tensor(
             [round(centroid * CENTROID_STEPS) / CENTROID_STEPS for centroid in book.centroids],
@@ -64,9 +65,10 @@ class TurboVectors:
     def encode(self, vectors: torch.Tensor) -> torch.Tensor:
         """See VectorCodec. In float64, so that no byte depends on what else is encoded with it.
 
-        A vector that is not finite gets the norm NaN; one longer than fp16 allows the longest.
+        A vector that is not finite, or longer than float32 can say, gets the norm NaN; one longer
+        than fp16 allows the longest.
         """
-        settles = self._returns_as is not None
+        settles = self.returns_as is not None
         exact = vectors.double()
         length = _length(exact)
         norm = _stored(length)
@@ -130,7 +132,7 @@ class TurboVectors:
         random signs no real one does; such a vector is replaced by what many round trips would
         make of it.
         """
-        low, high = self._stretches
+        low, high = self.stretches
         flat, left = indices.view(-1, self.dim), live.view(-1)
         rows = torch.arange(len(flat), device=flat.device)
         for _ in range(SETTLE_STEPS_MAX):
@@ -158,7 +160,7 @@ class TurboVectors:
         norm = self._norms(flat)
         wrong = torch.arange(len(flat), device=codes.device)
         for _ in range(SETTLE_STEPS_MAX):
-            again = (values * (norm / length)).to(self._returns_as)
+            again = (values * (norm / length)).to(self.returns_as)
             found = _stored(_length(again.double())).float()
             moved = (found != norm).squeeze(-1) & found.isfinite().squeeze(-1)
             if not bool(moved.any()):
@@ -188,6 +190,6 @@ def _length(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _stored(length: torch.Tensor) -> torch.Tensor:
-    """As a code holds it: fp16, NaN if it is not finite."""
+    """As a code holds it: fp16, NaN if it is not finite in float32."""
     stored = length.clamp(max=torch.finfo(torch.float16).max).half()
-    return stored.masked_fill(~length.isfinite(), torch.nan)
+    return stored.masked_fill(~length.float().isfinite(), torch.nan)

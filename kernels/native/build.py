@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "src"
-ABI_VERSION = 3
+ABI_VERSION = 4
 BUILD_S_MAX = 300.0
 COMPILERS = ("g++", "c++", "clang++")
 # No contraction: which products and sums are fused is written in the sources, for every compiler.

@@ -19,7 +19,7 @@ import torch
 
 from kernels.native.build import load_library
 from kernels.native.memory import huge_bytes
-from kernels.native.pages import LayerPlaces, VectorWay
+from kernels.native.pages import LayerPlaces, Vectors, VectorWay, as_vectors
 
 PAGE_LAYOUT = "lkh-paired"  # the Representation.layout of such blocks
 DTYPES = {"fp32": (0, torch.float32), "bf16": (1, torch.bfloat16)}
@@ -118,23 +118,13 @@ MATRICES = ("qkv", "output", "gate_up", "down")
 NORMS = ("input_norm", "mlp_norm", "attention_post_norm", "mlp_post_norm")
 HEAD_NORMS = ("query_norm", "key_norm")
 BIASES = ("qkv_bias", "output_bias", "gate_up_bias", "down_bias")
-TABLES = ("scales", "centroids", "boundaries", "signs", "hartley")
-
-
-class _Vectors(ctypes.Structure):
-    _fields_ = [
-        ("bits", ctypes.c_int32),
-        ("bytes", ctypes.c_int32),
-        *((name, ctypes.c_void_p) for name in TABLES),
-        ("odd", ctypes.c_int32),
-    ]
 
 
 class _Pages(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("block_bytes", "keys_at", "values_at")),
-        ("keys", _Vectors),
-        ("values", _Vectors),
+        ("keys", Vectors),
+        ("values", Vectors),
     ]
 
 
@@ -185,7 +175,7 @@ class NativeDecoder:
         self.shape = shape
         self._library, self.isa = load_library(isa)
         self._declare()
-        self._kept: list[torch.Tensor] = []  # what the compiled side points to
+        self._kept: list[torch.Tensor | VectorWay] = []  # what the compiled side points to
         self._weights = huge_bytes(self._weight_bytes())
         self._packed = 0
         packed = [self._layer(layer) for layer in layers]
@@ -359,11 +349,6 @@ class NativeDecoder:
             values=self._vectors(places.values),
         )
 
-    def _vectors(self, way: VectorWay) -> _Vectors:
-        vectors = _Vectors(bits=way.bits, bytes=way.vector_bytes, odd=way.odd)
-        for name in TABLES:
-            table = getattr(way, name)
-            if table is not None:
-                assert table.is_contiguous()
-                setattr(vectors, name, self._keep(table))
-        return vectors
+    def _vectors(self, way: VectorWay) -> Vectors:
+        self._kept.append(way)
+        return as_vectors(way)

@@ -8,6 +8,7 @@ model's dtype lies there as kernels/native/decoder.py says; one in a codec has k
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -27,6 +28,7 @@ from kernels.slots import CodedSlots, Longs, SlotMover, Slots
 
 CODE_LAYOUT = "lkh-planes"  # the Representation.layout of blocks with codes
 BOOK_ENTRIES = 16
+TABLES = ("scales", "centroids", "boundaries", "signs", "hartley")
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,17 @@ class VectorWay:
     odd: int = 1
 
 
+class Vectors(ctypes.Structure):
+    """A VectorWay as the compiled side reads it."""
+
+    _fields_ = [
+        ("bits", ctypes.c_int32),
+        ("bytes", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in TABLES),
+        ("odd", ctypes.c_int32),
+    ]
+
+
 @dataclass(frozen=True)
 class LayerPlaces:
     """One layer's share of its group's blocks: bytes from block to block, and in a block to its
@@ -56,6 +69,17 @@ class LayerPlaces:
     values_at: int
     keys: VectorWay = VectorWay()
     values: VectorWay = VectorWay()
+
+
+def as_vectors(way: VectorWay) -> Vectors:
+    """Points into the tables of `way`, which must outlive it."""
+    vectors = Vectors(bits=way.bits, bytes=way.vector_bytes, odd=way.odd)
+    for name in TABLES:
+        table = getattr(way, name)
+        if table is not None:
+            assert table.is_contiguous()
+            setattr(vectors, name, table.data_ptr())
+    return vectors
 
 
 def unsupported_codec(name: CodecName) -> str:
@@ -166,12 +190,17 @@ def _way(codec: VectorCodec, kv_heads: int) -> VectorWay:
         scales = codec.scales(kv_heads, torch.device("cpu")).float().contiguous()
         return VectorWay(KEY_FP8, codec.vector_bytes, scales)
     assert isinstance(codec, TurboVectors), "codecs of unsupported_codec are refused before"
+    return turbo_way(codec)
+
+
+def turbo_way(codec: TurboVectors) -> VectorWay:
+    """The codec's; its tables live for ever, and codecs that write alike share them."""
     return _turbo_way(codec.dim, codec.bits, codec.seed, codec.vector_bytes)
 
 
 @cache
 def _turbo_way(dim: int, bits: int, seed: int, vector_bytes: int) -> VectorWay:
-    """One for all layers. The matrix has a factor for the powers of two and one for the rest."""
+    """The matrix has a factor for the powers of two and one for the rest."""
     odd = dim
     while odd % 2 == 0:
         odd //= 2

@@ -7,7 +7,7 @@
 extern "C" {
 #endif
 
-#define BANYAN_NATIVE_VERSION 3
+#define BANYAN_NATIVE_VERSION 4
 
 enum { BANYAN_FP32 = 0, BANYAN_BF16 = 1 };
 enum { BANYAN_SILU = 0, BANYAN_GELU_TANH = 1 };
@@ -57,6 +57,21 @@ typedef struct {
   int64_t logits_stride;
 } BanyanStep;
 
+/* TurboQuant whose codes are settled for vectors that come back rounded to bf16 (turboquant.py): of 4 bits,
+   dim 32, 64, 128 or 256. A codeword may be stretched by `lowest` to `highest` to its norm. */
+typedef struct {
+  BanyanVectors how;
+  int32_t dim;
+  double lowest, highest;
+} BanyanSettled;
+
+/* Vectors of bf16 and their codes; strides are bytes from one to the next. */
+typedef struct {
+  int64_t count;
+  void *vectors, *codes;
+  int64_t vector_stride, code_stride;
+} BanyanBatch;
+
 typedef struct BanyanDecoder BanyanDecoder;
 
 int32_t banyan_version(void);
@@ -81,6 +96,11 @@ int32_t banyan_step(BanyanDecoder *decoder, const BanyanStep *step);
 int64_t banyan_read(BanyanDecoder *decoder, const void *from, int64_t bytes);
 /* Like memcpy, past the caches if `to` is aligned to 64 bytes. */
 void banyan_copy_streaming(void *to, const void *from, int64_t bytes);
+/* Writes codes. Returns how many vectors are left to kernels/codecs, whose sums alone decide there, and marks
+   them with 1 in left [count], the others with 0; -1 and nothing else if there is no such codec. */
+int64_t banyan_encode_settled(const BanyanSettled *codec, const BanyanBatch *batch, uint8_t *left);
+/* Writes vectors. 0, or -1 and nothing else if there is no such codec. */
+int64_t banyan_decode_settled(const BanyanSettled *codec, const BanyanBatch *batch);
 
 #ifdef __cplusplus
 }

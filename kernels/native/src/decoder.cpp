@@ -12,6 +12,7 @@
 #include "encode.h"
 #include "gemm.h"
 #include "rows.h"
+#include "settled.h"
 #include "tasks.h"
 #include "threads.h"
 

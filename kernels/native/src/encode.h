@@ -93,16 +93,33 @@ inline i16 nearest(const float* boundaries, int count, const v16& x) {
   return found;
 }
 
+INLINE void put_bytes(uint8_t* p, const Ints& x) {
+  const Bytes bytes = __builtin_convertvector(x, Bytes);
+  std::memcpy(p, &bytes, sizeof bytes);
+}
+template <class V>
+INLINE void put_bytes(uint8_t* p, const Two<V>& x) {
+  put_bytes(p, x.low);
+  put_bytes(p + sizeof(V) / 4, x.high);
+}
+
+// Eight indices, a byte each, side by side in `bits` bits each; what stands above them means nothing.
+inline uint64_t side_by_side(uint64_t eight, int bits) {
+  const uint64_t two = (eight | eight >> (8 - bits)) & 0x0001000100010001 * ((1ull << 2 * bits) - 1);
+  const uint64_t four = (two | two >> (16 - 2 * bits)) & 0x0000000100000001 * ((1ull << 4 * bits) - 1);
+  return four | four >> (32 - 4 * bits);
+}
+
 // `x` [dim], turned, in units of its root mean square -> indices packed into `code`.
 inline void put_indices(const BanyanVectors& how, const float* x, int dim, uint8_t* code, int stride) {
   const int boundaries = (1 << how.bits) - 1;
   for (int d = 0; d < dim; d += 16) {
-    const i16 index = nearest(how.boundaries, boundaries, load(x + d));
-    uint32_t indices[16];
-    std::memcpy(indices, &index, sizeof indices);
+    uint8_t indices[16];
+    put_bytes(indices, nearest(how.boundaries, boundaries, load(x + d)));
     for (int half = 0; half < 16; half += 8) {
-      uint32_t word = 0;
-      for (int i = 0; i < 8; i++) word |= indices[half + i] << how.bits * i;
+      uint64_t eight;
+      std::memcpy(&eight, indices + half, sizeof eight);
+      const uint64_t word = side_by_side(eight, how.bits);
       for (int b = 0; b < how.bits; b++, code += stride) *code = (uint8_t)(word >> 8 * b);
     }
   }
@@ -117,8 +134,8 @@ void put_turbo(const BanyanVectors& how, const E* from, int dim, uint8_t* code, 
     x[d] = how.signs[d] * number;
   }
   const double length = std::sqrt(squares);
-  const bool finite = length - length == 0;
   const float single = (float)length;
+  const bool finite = single - single == 0;
   const uint16_t norm = !finite ? FP16_NAN : to_fp16(single < FP16_LARGEST ? single : FP16_LARGEST);
   float normal[DIM_MAX] = {};  // zeros where there is nothing to tell
   if (finite && norm > 0) {
