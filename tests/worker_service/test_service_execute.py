@@ -165,6 +165,7 @@ def test_a_session_ends_with_its_attach(router: FakeRouter, start_replica: Start
     running = router.execute()
     running.submit("r", [1] * 20, sampling={"max_tokens": 400})
     old = router.token()
+    eventually(lambda: running.emissions("r"))  # the replica has accepted the stream
     router.stop()
     assert len(running.tokens("r")) == 400  # its stream is judged by itself
     stream = ExecuteStream(router.hellos[-1], old)
