@@ -11,8 +11,6 @@ always pays. What is measured is what the hierarchy keeps and finds, not load or
 from __future__ import annotations
 
 import argparse
-import gzip
-import json
 import tempfile
 import threading
 import time
@@ -32,6 +30,7 @@ from kvstore.tiers.host import HostTier
 from kvstore.tiers.nvme import NvmeTier
 from kvstore.tiers.queue import TierQueue
 from kvstore.tiers.redis import RedisTier
+from seams import traces
 from seams.bench import Report, Row
 from seams.clock import Clock, SystemClock
 from worker.config import EngineConfig
@@ -43,7 +42,6 @@ from worker.models.base import ModelSpec
 from worker.models.fake import FakeModel, fake_model
 
 TRACE = Path(__file__).parent / "traces" / "mooncake_conversation_1000.jsonl.gz"
-HASHED_TOKENS = 512  # of the original, by one hash id
 BLOCK_TOKENS = 4
 CONTEXT_TOKENS = 2048
 VOCAB_TOKENS = 4096
@@ -92,24 +90,15 @@ class Replayed:
 
 def read_trace(path: Path = TRACE, requests_max: int | None = None) -> list[TraceRequest]:
     """The first requests of a trace, gzipped or not."""
-    found: list[TraceRequest] = []
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
-        for line in lines:
-            if len(found) == requests_max:
-                break
-            written = json.loads(line)
-            found.append(
-                _scaled(written["hash_ids"], written["input_length"], written["output_length"])
-            )
-    return found
+    return [_scaled(recorded) for recorded in traces.read_trace(path, requests_max)]
 
 
-def _scaled(hash_ids: Sequence[int], input_tokens: int, output_tokens: int) -> TraceRequest:
+def _scaled(recorded: traces.Recorded) -> TraceRequest:
     """Every id a block, the last one as full as it was."""
-    scale = HASHED_TOKENS // BLOCK_TOKENS
-    tokens = [token for hash_id in hash_ids for token in _block(hash_id)]
-    assert 0 < input_tokens <= HASHED_TOKENS * len(hash_ids)
-    return TraceRequest(tuple(tokens[: -(-input_tokens // scale)]), max(1, output_tokens // scale))
+    scale = traces.HASHED_TOKENS // BLOCK_TOKENS
+    tokens = [token for hash_id in recorded.hash_ids for token in _block(hash_id)]
+    prompt = tuple(tokens[: -(-recorded.input_tokens // scale)])
+    return TraceRequest(prompt, max(1, recorded.output_tokens // scale))
 
 
 def _block(hash_id: int) -> tuple[int, ...]:

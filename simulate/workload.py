@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from kvstore.keys import BlockKey, ChainSpec, RootId, chain, root
 from seams.errors import InvalidRequest
+from seams.traces import HASHED_TOKENS
 
-TRACE_BLOCK_TOKENS = 512  # of one hash id in Mooncake's traces
 FINGERPRINT = "simulated"
 OUTPUT_CELLS_FROM = 1 << 31  # ids of generated cells: nobody's prompt has them
 
@@ -23,7 +23,7 @@ OUTPUT_CELLS_FROM = 1 << 31  # ids of generated cells: nobody's prompt has them
 class Grain:
     """How tokens become cells, and cells blocks. Both in real tokens; a block is whole cells."""
 
-    block_tokens: int = TRACE_BLOCK_TOKENS
+    block_tokens: int = HASHED_TOKENS
     cell_tokens: int = 64
 
     def __post_init__(self) -> None:
@@ -102,13 +102,6 @@ class Workload:
     def first(self, count: int) -> Workload:
         """The first requests alone."""
         return replace(self, requests=self.requests[:count])
-
-    def from_zero(self) -> Workload:
-        """The same requests in the order of their arrival, the first one at 0."""
-        ordered = sorted(self.requests, key=lambda r: r.at_s)
-        first_s = ordered[0].at_s if ordered else 0.0
-        moved = (replace(r, number=i, at_s=r.at_s - first_s) for i, r in enumerate(ordered))
-        return replace(self, requests=tuple(moved))
 
     def spread(self, seed: int) -> Workload:
         """Arrivals that share a moment spread at random up to the next one: traces are rounded to

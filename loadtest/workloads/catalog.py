@@ -12,8 +12,9 @@ from loadtest.workloads.chat import Chats
 from loadtest.workloads.prefix_groups import PrefixGroups
 from loadtest.workloads.rag import Questions
 from loadtest.workloads.random_prompts import RandomPrompts
-from loadtest.workloads.trace import Trace, read_trace
+from loadtest.workloads.trace import Trace
 from seams.errors import InvalidRequest
+from seams.traces import read_trace
 
 TRACE = "trace"
 MADE: dict[str, Callable[[Shape, Writer, str], Workload]] = {

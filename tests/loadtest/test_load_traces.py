@@ -14,8 +14,8 @@ from loadtest.text import Writer
 from loadtest.tokens import WordTokens
 from loadtest.workloads.base import Shape
 from loadtest.workloads.catalog import maker
-from loadtest.workloads.trace import Recorded, read_trace
 from seams.errors import InvalidRequest
+from seams.traces import Recorded, read_trace
 
 MOONCAKE = [
     {"timestamp": 2000, "input_length": 1100, "output_length": 30, "hash_ids": [0, 1, 2]},
@@ -125,7 +125,10 @@ def test_a_part_of_a_trace(tmp_path: Path) -> None:
         '{"timestamp": 1, "input_length": 5, "output_length": -1, "hash_ids": [0]}',
         '{"timestamp": "x", "input_length": 5, "output_length": 1, "hash_ids": [0]}',
         '{"timestamp": NaN, "input_length": 5, "output_length": 1, "hash_ids": [0]}',
+        '{"timestamp": 1, "input_length": Infinity, "output_length": 1, "hash_ids": [0]}',
         '{"timestamp": 1, "input_length": 5, "output_length": 1, "hash_ids": null}',
+        '{"timestamp": 1, "input_length": 5, "output_length": 1, "hash_ids": [-1]}',
+        '{"timestamp": 1, "input_length": 5, "output_length": 1, "hash_ids": [0.5]}',
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
@@ -153,8 +156,17 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes) -> None:
         read_trace(path)
 
 
-@pytest.mark.parametrize("name", ["missing.csv", "damaged.gz"])
+def test_a_mark_of_byte_order_is_no_part_of_a_column(tmp_path: Path) -> None:
+    path = tmp_path / "azure.csv"
+    path.write_text("\ufeff" + AZURE, encoding="utf-8")
+    assert len(read_trace(path)) == 3
+
+
+@pytest.mark.parametrize("name", ["missing.csv", "short.gz", "damaged.gz"])
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / "damaged.gz").write_bytes(gzip.compress(AZURE.encode())[:-12])
+    (tmp_path / "short.gz").write_bytes(gzip.compress(AZURE.encode())[:-12])
+    packed = bytearray(gzip.compress(AZURE.encode() * 500))
+    packed[40:42] = bytes(0xFF ^ byte for byte in packed[40:42])
+    (tmp_path / "damaged.gz").write_bytes(packed)
     with pytest.raises(InvalidRequest, match=r"^The trace .* cannot be read\.$"):
         read_trace(tmp_path / name)

@@ -1,4 +1,4 @@
-"""Traces as workloads: to the token, in both formats, and what is none of them."""
+"""Traces as workloads: to the token, in both formats."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 
 2023-11-16 18:15:51.2224670,1,0
 """
-LINE = '{"timestamp": 0.5, "input_length": 10, "output_length": 5, "hash_ids": [1]}\n'
 
 
 def test_mooncakes_lines_share_the_blocks_that_they_name(tmp_path: Path) -> None:
@@ -48,37 +47,6 @@ def test_azures_lines_share_nothing_and_come_in_order(tmp_path: Path) -> None:
     cells = [cell for request in workload.requests for cell in request.cells]
     assert len(cells) == len(set(cells)) == 22 + 7 + 1
     assert len(read_trace(path, GRAIN, 2).requests) == 2
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ('{"timestamp": 0, "input_length": 1100, "hash_ids": [0]}\n', "Line 1 of the trace"),
-        ('{"timestamp": 0}\n', "Line 1 of the trace"),
-        (LINE.replace("10", "Infinity"), "Line 1 of the trace"),
-        (LINE + LINE.replace("0.5", "NaN"), "Line 2 of the trace"),
-        (AZURE + "soon,1,1\n", "Line 6 of the trace"),
-        (AZURE + "2023-11-16 18:15:46,0,1\n", "Line 6 of the trace"),
-        (AZURE.splitlines()[0], "has no requests."),
-        ("a,b\n1,2\n", "is neither Mooncake's JSON lines nor Azure's CSV."),
-    ],
-)
-def test_what_is_no_trace_is_one_sentence(tmp_path: Path, text: str, said: str) -> None:
-    path = tmp_path / "trace"
-    path.write_text(text)
-    with pytest.raises(InvalidRequest) as raised:
-        read_trace(path, GRAIN)
-    assert said in raised.value.message and raised.value.message.endswith(".")
-
-
-def test_a_damaged_file_is_one_sentence(tmp_path: Path) -> None:
-    path = tmp_path / "trace.gz"
-    packed = bytearray(gzip.compress(LINE.encode() * 500))
-    packed[40] ^= 0xFF
-    packed[41] ^= 0xFF
-    path.write_bytes(packed)
-    with pytest.raises(InvalidRequest, match="cannot be read"):
-        read_trace(path, GRAIN)
 
 
 def test_the_command_takes_either(tmp_path: Path) -> None:
