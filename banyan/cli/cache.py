@@ -21,7 +21,7 @@ from seams.proof import admin_key, read_secret
 from seams.urls import FILE_MARK, read_url
 
 T = TypeVar("T")
-RESET_S_MAX = 60.0
+RESET_S_MAX = 80.0  # more than a router waits for a replica
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from router.service.executors import SESSION_KEY, dial
 from router.service.logs import note
 from seams.errors import NoReplica
 
-RESET_S_MAX = 20.0  # of one replica, which ends its step first; tiers take the most of it
+RESET_S_MAX = 15.0  # of one replica, which ends its step first
+TIERS_S_MAX = 50.0  # more: their loads and stores, a shared one's deletions, and a step again
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ async def _reset(door: Door, tiers: bool) -> api_pb2.ReplicaReset | None:
         async with dial(door.address) as channel:
             stub = internal_pb2_grpc.ReplicaStub(channel)  # type: ignore[no-untyped-call]
             metadata = ((SESSION_KEY, door.token),)
-            answer = await stub.ResetCache(request, metadata=metadata, timeout=RESET_S_MAX)
+            limit_s = RESET_S_MAX + (TIERS_S_MAX if tiers else 0.0)
+            answer = await stub.ResetCache(request, metadata=metadata, timeout=limit_s)
     except grpc.RpcError as error:
         code = error.code().name.lower() if isinstance(error, grpc.aio.AioRpcError) else ""
         note(logging.WARNING, "cache not reset", replica=door.replica, status=code)

@@ -22,6 +22,7 @@ from seams.clock import SystemClock
 from seams.errors import InvalidRequest
 from worker.config import EngineConfig
 from worker.engine.core import EngineCore
+from worker.engine.forgetting import forget_cache
 from worker.engine.messages import CacheOp, Emission, EngineRequest
 from worker.engine.planning import StepDraft
 from worker.engine.promotion import Promoter
@@ -306,6 +307,30 @@ def test_a_stream_goes_on_as_it_began() -> None:
     rig.run()
     assert rig.said("episode") == answers[0][0]
     assert rig.resumed == 2
+    rig.core.close()
+
+
+def test_a_reset_of_the_device_changes_no_stream() -> None:
+    """One that began on an episode, and one that began without, are preempted after a reset."""
+    rig = served()
+    _, answers = build(rig.store)
+    prompt = [*TALK, *QUESTIONS[0]]
+    rig.submit("episode", prompt)
+    while len(rig.said("episode")) < 4:
+        rig.step()
+    forget_cache(rig.core.scheduler)
+    preempt(rig)
+    rig.run()
+    assert rig.said("episode") == answers[0][0] and rig.resumed == 2
+    hidden = hide(rig.store)
+    rig.submit("whole", prompt)
+    while len(rig.said("whole")) < 4:
+        rig.step()
+    forget_cache(rig.core.scheduler)
+    show(rig.store, hidden)
+    preempt(rig)
+    rig.run()
+    assert rig.said("whole") == plain_answer(QUESTIONS[0]) and rig.resumed == 2
     rig.core.close()
 
 

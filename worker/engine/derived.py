@@ -81,13 +81,13 @@ class DerivedStates:
         """It is about to give its blocks back, all its slots whole: keep its state, if its policy
         asks for that and it was pruned. Copies the blocks that are no plain chain's."""
         retained, request = sequence.retained, sequence.request
-        if retained is None or not request.cacheable:
+        if retained is None:
             return
         if sequence.emitted and sequence.wanted is None:
             retained.lineage = retained.fixed
         edge = sequence.computed // self._memory.block_tokens
         pruned = sequence.dropped and edge and not sequence.copies
-        if not (retained.policy.resume and pruned):
+        if not (retained.policy.resume and pruned and request.cacheable):
             return
         state = self._state(sequence, retained, edge)
         meta, end = state.encode(), blocks_for(sequence.stored, self._memory.block_tokens)
@@ -126,10 +126,11 @@ class DerivedStates:
 
     @guarded(None)
     def find(self, sequence: Sequence) -> None:
-        """Start looking for a state, for a sequence that queues."""
+        """Start looking for a state, for a sequence that queues. Also for one that began before a
+        reset of the cache: it has to go on with what it began with."""
         self.forget(sequence)
         retained, request = sequence.retained, sequence.request
-        if retained is None or not request.cacheable:
+        if retained is None or request.spec.no_cache or self._memory.cache is None:
             return
         policy, keys = retained.policy, sequence.keys
         prepared = policy if isinstance(policy, Prepared) else None

@@ -21,8 +21,8 @@ typedef uint32_t FourWords __attribute__((vector_size(16)));
 typedef uint16_t FourHalves __attribute__((vector_size(8)));
 
 constexpr int SETTLE_STEPS_MAX = 64;
-constexpr double SLACK = 0x1p-44;       // more than orders of 256 numbers differ in a length, in shares of it
-constexpr double EDGE = 0x1p-11;   // of a stretch's square: that near to its limits torch's float32 may differ
+constexpr double SLACK = 0x1p-44;  // more than orders of 256 numbers differ in a length, in shares of it
+constexpr double EDGE = 0x1p-11;  // of a stretch's square: that near to its limits torch's float32 may differ
 
 // --- Sylvester's matrix, a register at a time --------------------------------------------------------
 
